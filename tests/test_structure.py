@@ -41,6 +41,8 @@ def modules() -> dict[str, Module]:
     for package, top in PACKAGES.items():
         for file in sorted(top.rglob("*.py")):
             folder = ".".join((package, *file.parent.relative_to(top).parts))
+            if file.name == "__main__.py":  # the program of a package: nothing imports it
+                continue
             name = folder if file.name == "__init__.py" else f"{folder}.{file.stem}"
             found[name] = Module(name, folder, file)
     return found

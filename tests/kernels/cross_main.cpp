@@ -10,8 +10,8 @@ extern "C" {
 void swarm_set_threads(int32_t count);
 int32_t swarm_linear(const SwarmLinear*, const float*, int64_t, float*);
 int32_t swarm_check_plan(const SwarmPlan*, int64_t);
-int32_t swarm_attend(const float*, const float*, const float*, int64_t, const SwarmCache*, const SwarmPlan*, float,
-                     int64_t, float, float*);
+int32_t swarm_attend(const float*, const float*, const float*, int64_t, const SwarmCache*, const SwarmPlan*,
+                     const SwarmScoring*, float*);
 }
 
 namespace {
@@ -53,19 +53,21 @@ int attend() {
   const auto block_tables = array<int32_t>(n[SEQUENCES] * n[MAX_BLOCKS]);
   const auto tree_block_tables = array<int32_t>(n[SEQUENCES] * n[MAX_TREE_BLOCKS]);
   const auto mask = array<uint64_t>(n[ROWS] * n[WORDS]);
+  const auto tree_positions = array<int32_t>(n[SEQUENCES] * n[MAX_TREE_BLOCKS] * 16);
   const int64_t elements = n[BLOCKS] * n[KV_HEADS] * n[DIM] * 16, size = n[BF16] ? 2 : 4;
   auto k_blocks = array<char>(elements * size), v_blocks = array<char>(elements * size);
   const auto q = array<float>(n[ROWS] * n[HEADS] * n[DIM]);
   const auto k = array<float>(n[ROWS] * n[KV_HEADS] * n[DIM]), v = array<float>(n[ROWS] * n[KV_HEADS] * n[DIM]);
-  const SwarmCache cache{k_blocks.data(), v_blocks.data(), n[BLOCKS], n[KV_HEADS], n[DIM], (int32_t)n[BF16], 0};
+  const SwarmCache cache{k_blocks.data(), v_blocks.data(), n[BLOCKS], n[KV_HEADS], n[DIM], n[DIM],
+                         (int32_t)n[BF16], 0};
+  const SwarmScoring scoring{nullptr, nullptr, 0, n[WINDOW], 0, factors[0], factors[1]};
   const SwarmPlan plan{n[ROWS], n[SEQUENCES], n[MAX_BLOCKS], n[MAX_TREE_BLOCKS], n[WORDS], 0, positions.data(),
                        sequence_index.data(), context_lens.data(), slot_mapping.data(), block_tables.data(),
                        tree_block_tables.data(), mask.data(),
-                       nullptr, nullptr};
+                       nullptr, nullptr, tree_positions.data()};
   if (const int32_t fault = swarm_check_plan(&plan, n[BLOCKS])) return fault;
   std::vector<float> out(n[ROWS] * n[HEADS] * n[DIM]);
-  return write(out, swarm_attend(q.data(), k.data(), v.data(), n[HEADS], &cache, &plan, factors[0], n[WINDOW],
-                                 factors[1], out.data()));
+  return write(out, swarm_attend(q.data(), k.data(), v.data(), n[HEADS], &cache, &plan, &scoring, out.data()));
 }
 
 }  // namespace

@@ -1,4 +1,5 @@
-"""The kernels on 64-bit ARM, compiled across and run by an emulator where both are installed: NEON against torch."""
+"""The portable kernels as a program of their own, against torch: on this machine, and on 64-bit ARM (NEON), compiled
+across and run by an emulator, where both are installed."""
 
 from __future__ import annotations
 
@@ -17,27 +18,43 @@ from swarm_kernels.ops import dispatch
 from swarm_kernels.ops.base import int4_linear, int8_linear
 from swarm_kernels.ops.base.codebook_linear import CodebookLinear, CodeFormat
 from swarm_kernels.ops.base.torch_reference import REFERENCE
-from swarm_kernels.ops.cpu import build
+from swarm_kernels.ops.cpu import compile as cpu_compile
 from swarm_kernels.ops.cpu.cpu_linear import PackedLinear
 
-COMPILER, EMULATOR = shutil.which("aarch64-linux-gnu-g++"), shutil.which("qemu-aarch64")
-pytestmark = pytest.mark.skipif(COMPILER is None or EMULATOR is None, reason="no cross compiler or no emulator for ARM")
+COMPILERS = {"native": ("g++", ""), "aarch64": ("aarch64-linux-gnu-g++", "qemu-aarch64")}  # and emulators
+pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module")
-def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    target = tmp_path_factory.mktemp("neon") / "cross"
-    sources = [*map(str, sorted(build.SOURCES.glob("*.cpp"))), str(Path(__file__).with_name("cross_main.cpp"))]
-    flags = [*build.FLAGS, "-O1", "-I", str(build.SOURCES), "-static"]  # -O1: half the time to compile
-    subprocess.run([str(COMPILER), *flags, *sources, "-o", str(target)], check=True, timeout=300)
-    return target
+@dataclass(frozen=True)
+class Program:
+    path: Path
+    emulator: str  # or ""
+
+    def run(self, given: bytes) -> bytes:
+        command = [self.emulator, str(self.path)] if self.emulator else [str(self.path)]
+        done = subprocess.run(command, input=given, capture_output=True, timeout=60, check=False)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+
+@pytest.fixture(scope="module", params=COMPILERS)
+def program(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Program:
+    compiler, emulator = COMPILERS[request.param]
+    for needed in filter(None, (compiler, emulator)):
+        if shutil.which(needed) is None:
+            pytest.skip(f"{needed} is not installed")
+    target = tmp_path_factory.mktemp("portable") / "program"
+    sources = [*map(str, sorted(cpu_compile.SOURCES.glob("*.cpp"))), str(Path(__file__).with_name("cross_main.cpp"))]
+    flags = [*cpu_compile.FLAGS, "-O1", "-I", str(cpu_compile.SOURCES), "-static"]  # -O1: half the time to compile
+    subprocess.run([compiler, *flags, *sources, "-o", str(target)], check=True, timeout=300)
+    return Program(target, emulator)
 
 
 @dataclass
 class Calls:
     """Ops for the program, and what they must come to."""
 
-    program: Path
+    program: Program
     parts: list[bytes] = field(default_factory=list)
     expected: list[torch.Tensor] = field(default_factory=list)
 
@@ -55,14 +72,12 @@ class Calls:
 
     def results(self) -> list[torch.Tensor]:
         given = b"".join(self.parts)
-        run = subprocess.run([str(EMULATOR), str(self.program)], input=given, capture_output=True, timeout=60)
-        assert run.returncode == 0, run.returncode
-        flat = torch.frombuffer(bytearray(run.stdout), dtype=torch.float32)
+        flat = torch.frombuffer(bytearray(self.program.run(given)), dtype=torch.float32)
         parts = flat.split([t.numel() for t in self.expected])
         return [part.view_as(t) for part, t in zip(parts, self.expected, strict=True)]
 
 
-def test_whole_numbers_come_to_the_same_bits(program: Path) -> None:
+def test_whole_numbers_come_to_the_same_bits(program: Program) -> None:
     calls, generator = Calls(program), torch.Generator().manual_seed(0)
     for outputs, inputs in ((80, 64), (17, 250), (48, 1537)):
         weight, bias = torch.randn(outputs, inputs, generator=generator), torch.randn(outputs, generator=generator)
@@ -80,7 +95,7 @@ def test_whole_numbers_come_to_the_same_bits(program: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_linears_match_torch_and_rows_do_not_depend_on_each_other(program: Path, dtype: torch.dtype) -> None:
+def test_linears_match_torch_and_rows_do_not_depend_on_each_other(program: Program, dtype: torch.dtype) -> None:
     calls, generator = Calls(program), torch.Generator().manual_seed(1)
     weight = torch.randn(80, 96, generator=generator).to(dtype)
     x = torch.randn(40, 96, generator=generator).to(dtype).float()
@@ -93,7 +108,7 @@ def test_linears_match_torch_and_rows_do_not_depend_on_each_other(program: Path,
 
 
 @pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)], ids=str)
-def test_attention_matches_the_reference(program: Path, dtype: torch.dtype, most: float) -> None:
+def test_attention_matches_the_reference(program: Program, dtype: torch.dtype, most: float) -> None:
     calls, generator = Calls(program), torch.Generator().manual_seed(2)
     parts = [Part(150, tree=random_tree(20, generator)), Part(31, line=5), Part(300, tree=chain(1)), Part(0, line=17)]
     for heads, groups, dim, window, softcap in ((6, 2, 48, 0, 0.0), (4, 4, 32, 40, 0.0), (9, 3, 64, 0, 5.0)):
@@ -127,6 +142,7 @@ def attend(
         plan.block_tables,
         plan.tree_block_tables,
         plan.tree_mask,
+        plan.tree_positions,
     )
     factors = torch.tensor([dim**-0.5, softcap])
     calls.add(b"A", numbers, factors, *slots, *given, q, k, v, result=want)

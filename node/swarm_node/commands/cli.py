@@ -17,7 +17,7 @@ import typer
 from swarm.command_line import program
 from swarm.command_line.old_flags import CommandWithOldNames
 from swarm.config import DEFAULT_MODEL, ClientConfig, NodeConfig, env_value, load
-from swarm_node.commands import control_commands, flags, models_command, network_commands
+from swarm_node.commands import control_commands, flags, models_command, network_commands, service_commands
 from swarm_node.commands.local_gateway import DEFAULT_PORT as GATEWAY_PORT
 from swarm_node.commands.runner import exit_on_error, run, start_log
 
@@ -162,6 +162,7 @@ def _swarm_asked_for(
 control_commands.add_to(app)
 models_command.add_to(app)
 network_commands.add_to(app)
+service_commands.add_to(app)
 
 
 async def _join(config: NodeConfig, stop: asyncio.Event) -> None:

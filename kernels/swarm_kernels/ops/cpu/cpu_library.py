@@ -11,6 +11,7 @@ from swarm.errors import KernelError, OutOfMemory
 from swarm_kernels.device.core_groups import CoreGroups
 from swarm_kernels.ops.base.validate import PLAN_ERRORS
 from swarm_kernels.ops.cpu import binding, build
+from swarm_kernels.ops.cpu.compile import BuildError
 
 REFERENCE = "reference"
 
@@ -41,7 +42,7 @@ def library() -> ctypes.CDLL | None:
 def _resolve(selection: _Selection) -> None:
     try:
         selection.loaded = selection.in_use = binding.load(build.library())
-    except build.BuildError as error:
+    except BuildError as error:
         selection.reason = str(error)
     except (OSError, AttributeError) as error:  # a library that does not load, or is not the one we built
         selection.reason = f"the compiled library does not load: {error}"

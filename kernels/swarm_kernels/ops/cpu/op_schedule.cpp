@@ -84,6 +84,7 @@ const char* Engine::packed_tiles(const SwarmLinear& weights, const float* x, int
 // long at first, to read memory in long streams, and short towards the end, so that all threads finish together; with
 // many rows they are alike.
 void Engine::add_column_ends(int64_t begin, int64_t end, int64_t threads, int64_t tiles) {
+  if (begin == end) return;  // no slow group, and no threads of it
   const int64_t even = std::min(CACHED_BLOCKS, (end - begin) * ceil_div(tiles, TILES_A_GROUP) / (4 * threads));
   while (begin < end) {
     const int64_t width = tiles > FEW_TILES ? even : (end - begin) / (2 * threads);
