@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -170,6 +171,17 @@ def test_the_default_format_is_8_bits_and_clients_share_a_drafter(tmp_path: Path
     session.reset([1, 2, 3])
     session.add(rows(torch.randn(3, 288), range(2)))
     assert len(session.propose([()], 4)[0]) == 4
+
+
+def test_a_file_that_was_overwritten_is_read_again(tmp_path: Path) -> None:
+    folder, target = save_release(tmp_path, random_tensors()), source()
+    before = folder.stat().st_mtime_ns
+    model = open_eagle(folder, target)
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes())
+    os.utime(weights, ns=(1, 1))
+    assert folder.stat().st_mtime_ns == before  # it knows nothing of that
+    assert open_eagle(folder, target) is not model
 
 
 def test_a_head_of_no_numbers_is_a_sentence(tmp_path: Path) -> None:

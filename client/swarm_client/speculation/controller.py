@@ -210,6 +210,7 @@ class ClientSpeculation:
             "drafter": self.drafter.drafter.name,
             "reason": self.failure or (self.decision.reason if self.decision else ""),
             "changes": list(self.changes),
+            "dropped": list(self.drafter.drafter.failures),
             "steps": stats.steps,
             "rows": stats.rows,
             "hits": stats.accepted,

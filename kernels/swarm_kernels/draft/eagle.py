@@ -10,17 +10,17 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from weakref import WeakValueDictionary
 
 import torch
 import torch.nn.functional as F
 
-from swarm.errors import DrafterFailed, ModelNotFound
+from swarm.errors import DrafterFailed
 from swarm.types import Taps
 from swarm_kernels.batch import AttentionMetadata
 from swarm_kernels.draft.eagle_file import LAYER, EagleWeights, load_eagle
 from swarm_kernels.draft.models import candidate_pairs, top_tokens
 from swarm_kernels.draft.session import DraftCandidates
+from swarm_kernels.draft.shared import SharedDrafts
 from swarm_kernels.kvcache.cache import KVCacheManager, KvShape
 from swarm_kernels.models.source import ModelSource
 from swarm_kernels.ops import dispatch
@@ -106,27 +106,23 @@ def _linear(tensors: Mapping[str, torch.Tensor], names: Sequence[str], pack: Pac
     return pack(torch.cat([tensors[name + ".weight"].float() for name in names]), torch.cat(biases) if biases else None)
 
 
-_LOADED: WeakValueDictionary[tuple[Path, int, str], EagleDraft] = WeakValueDictionary()
-_LOADING = threading.Lock()
+_SHARED: SharedDrafts[EagleDraft] = SharedDrafts()
 
 
 def open_eagle(folder: Path, target: ModelSource) -> EagleDraft:
     """Load a drafter; clients of one process share it. Raises ModelNotFound, CorruptModel, DrafterFailed,
     UnsupportedModel."""
-    try:
-        key = folder.resolve(), folder.stat().st_mtime_ns, target.weight_hash
-    except OSError:
-        raise ModelNotFound(f"there is no drafter at {folder}") from None
-    with _LOADING:
-        draft = _LOADED.get(key)
-        if draft is None:
-            weights = load_eagle(folder, target.config)
-            if "embed_tokens.weight" in weights.tensors:
-                embedding = weights.tensors["embed_tokens.weight"]
-            elif weights.config.layer.hidden_size == target.config.hidden_size:
-                target.fetch([EMBEDDING])
-                embedding = target.tensor(EMBEDDING).to(torch.bfloat16)
-            else:
-                raise DrafterFailed(f"the drafter in {folder} has no embedding, and the model's is of another width")
-            draft = _LOADED[key] = EagleDraft(weights, embedding)
-        return draft
+    missing = f"there is no drafter at {folder}"
+    return _SHARED.open(folder, target.weight_hash, lambda: _load(folder, target), missing)
+
+
+def _load(folder: Path, target: ModelSource) -> EagleDraft:
+    weights = load_eagle(folder, target.config)
+    if "embed_tokens.weight" in weights.tensors:
+        embedding = weights.tensors["embed_tokens.weight"]
+    elif weights.config.layer.hidden_size == target.config.hidden_size:
+        target.fetch([EMBEDDING])
+        embedding = target.tensor(EMBEDDING).to(torch.bfloat16)
+    else:
+        raise DrafterFailed(f"the drafter in {folder} has no embedding, and the model's is of another width")
+    return EagleDraft(weights, embedding)

@@ -10,15 +10,15 @@ import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from weakref import WeakValueDictionary
 
 import torch
 
-from swarm.errors import CorruptModel, DrafterFailed, ModelNotFound, UnsupportedModel
+from swarm.errors import CorruptModel, DrafterFailed, UnsupportedModel
 from swarm.types import LayerSpan
 from swarm_kernels.batch import AttentionMetadata
 from swarm_kernels.draft.file import FINAL_NORM, DraftWeights
 from swarm_kernels.draft.session import DraftCandidates
+from swarm_kernels.draft.shared import SharedDrafts
 from swarm_kernels.kvcache.cache import KVCacheManager
 from swarm_kernels.models.config import ModelConfig
 from swarm_kernels.models.source import FetchProgress, ModelSource, NotQuantized
@@ -158,22 +158,14 @@ class _SharedSpan:
             return self._span.logits(hidden)
 
 
-_LOADED: WeakValueDictionary[tuple[Path, int, str], TrainedDraft] = WeakValueDictionary()
-_LOADING = threading.Lock()
+_SHARED: SharedDrafts[TrainedDraft] = SharedDrafts()
 
 
 def open_draft(path: Path, target: ModelSource) -> TrainedDraft:
     """Load a draft; clients of one process share it. Raises ModelNotFound, CorruptModel, DrafterFailed,
     UnsupportedModel."""
-    try:
-        key = path.resolve(), path.stat().st_mtime_ns, target.weight_hash
-    except OSError:
-        raise ModelNotFound(f"there is no draft at {path}; make one with 'swarm-draft train'") from None
-    with _LOADING:
-        draft = _LOADED.get(key)
-        if draft is None:
-            draft = _LOADED[key] = TrainedDraft(DraftWeights.load(path), target)
-        return draft
+    missing = f"there is no draft at {path}; make one with 'swarm-draft train'"
+    return _SHARED.open(path, target.weight_hash, lambda: TrainedDraft(DraftWeights.load(path), target), missing)
 
 
 def top_tokens(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
