@@ -20,10 +20,10 @@ from virtual_clock import virtual_time
 from swarm.tap_messages import TapRows
 from swarm.testing.memory_network import LinkModel
 from swarm.types import TappedRows, Taps
-from swarm_client.speculation.drafters.eagle import EagleDrafter
 from swarm_client.speculation.drafters.inline import InlineDrafter
 from swarm_client.speculation.drafters.mixture import MixtureDrafter
 from swarm_client.speculation.drafters.ngram import NgramDrafter
+from swarm_client.speculation.drafters.tapped import TappedDrafter
 from swarm_hop.serving.session_runner import SessionRunner
 from swarm_kernels.draft.eagle import EagleDraft, open_eagle
 from swarm_kernels.draft.eagle_file import load_eagle
@@ -63,7 +63,7 @@ def accurate_head(made: Any, answer: Sequence[int], folder: Path) -> Path:
 
 
 def drafter_of(folder: Path, source: Any) -> InlineDrafter:
-    return InlineDrafter(EagleDrafter(open_eagle(folder, source)))
+    return InlineDrafter(TappedDrafter(open_eagle(folder, source)))
 
 
 @pytest.mark.parametrize("strategy", ["tree", "pipedec", "pipelined-tree", "auto"])
@@ -120,7 +120,7 @@ def test_seeded_tokens_are_the_same_whatever_the_head_says(strategy: str, head: 
     scenario()
 
 
-class Recorded(EagleDrafter):
+class Recorded(TappedDrafter):
     """Keeps what came."""
 
     def __init__(self, draft: EagleDraft) -> None:
@@ -266,7 +266,7 @@ def test_a_head_of_no_numbers_is_left_with_one_sentence(beside: str, tmp_path: P
     folder = save_speculators(tmp_path, tensors)
 
     def make() -> InlineDrafter:
-        eagle = EagleDrafter(open_eagle(folder, source))
+        eagle = TappedDrafter(open_eagle(folder, source))
         return InlineDrafter(MixtureDrafter([NgramDrafter(), eagle]) if beside else eagle)
 
     source = ModelTensors(made)

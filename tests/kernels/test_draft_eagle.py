@@ -17,8 +17,9 @@ from tiny_models import ModelTensors, tiny_model
 
 from swarm.errors import CorruptModel, DrafterFailed, ModelError, ModelNotFound, UnsupportedModel
 from swarm_kernels.draft.eagle import EagleDraft, open_eagle
-from swarm_kernels.draft.eagle_file import is_eagle, load_eagle
+from swarm_kernels.draft.eagle_file import load_eagle
 from swarm_kernels.draft.eagle_session import EagleSession
+from swarm_kernels.draft.folder import EAGLE, drafter_kind
 from swarm_kernels.draft.session import DraftCachePolicy
 from swarm_kernels.ops.base.layer_weights import plain_linear
 from swarm_kernels.runtime.taps import encode
@@ -158,7 +159,7 @@ def test_beyond_its_context_there_are_no_drafts(tmp_path: Path) -> None:
 )
 def test_where_a_release_reads(changes: dict[str, Any], taps: tuple[int, ...], tmp_path: Path) -> None:
     folder = save_release(tmp_path, random_tensors(), **changes)
-    assert is_eagle(folder)
+    assert drafter_kind(folder) == EAGLE
     assert load_eagle(folder, source().config).config.taps == taps
 
 
@@ -248,12 +249,12 @@ def test_tensors_that_do_not_fit_are_a_sentence(tmp_path: Path) -> None:
 
 
 def test_folders_without_one(tmp_path: Path) -> None:
-    assert not is_eagle(tmp_path)
-    assert not is_eagle(tmp_path / "none")
+    assert drafter_kind(tmp_path) is None
+    assert drafter_kind(tmp_path / "none") is None
     (tmp_path / "config.json").write_text("[]")
-    assert not is_eagle(tmp_path)
+    assert drafter_kind(tmp_path) is None
     (tmp_path / "config.json").write_text(json.dumps({**LAYER, "draft_vocab_size": 60}))
-    assert is_eagle(tmp_path)
+    assert drafter_kind(tmp_path) == EAGLE
     with pytest.raises(ModelNotFound, match="0 safetensors files"):
         load_eagle(tmp_path, source().config)
     (tmp_path / "pytorch_model.bin").write_bytes(b"\x80")

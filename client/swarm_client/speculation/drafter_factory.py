@@ -77,11 +77,13 @@ class DrafterFactory:
 
 def _open(drafter: str, target: ModelSource, tokenizer: ChatTokenizer) -> Callable[[], Drafter]:
     """Raises ModelError and DrafterFailed."""
-    from swarm_client.speculation.drafters.eagle import EagleDrafter
     from swarm_client.speculation.drafters.model import ModelDrafter, check_vocabulary
+    from swarm_client.speculation.drafters.tapped import TappedDrafter
+    from swarm_kernels.draft.dflash import open_dflash
     from swarm_kernels.draft.eagle import open_eagle
-    from swarm_kernels.draft.eagle_file import is_eagle
+    from swarm_kernels.draft.folder import DFLASH, drafter_kind
     from swarm_kernels.draft.models import LocalModel, open_draft
+    from swarm_kernels.draft.tapped import TappedDraft
     from swarm_kernels.models.open import open_model
     from swarm_kernels.tokenizer.tokenizer import load_tokenizer
 
@@ -89,9 +91,10 @@ def _open(drafter: str, target: ModelSource, tokenizer: ChatTokenizer) -> Callab
     if path.suffix == TRAINED_SUFFIX:
         trained = open_draft(path, target)
         return lambda: ModelDrafter(trained, "trained draft")
-    if is_eagle(path):
-        eagle = open_eagle(path, target)
-        return lambda: EagleDrafter(eagle, path.name)
+    kind = drafter_kind(path)
+    if kind is not None:
+        head: TappedDraft = open_dflash(path, target) if kind == DFLASH else open_eagle(path, target)
+        return lambda: TappedDrafter(head, path.name)
     source = open_model(drafter)
     check_vocabulary(source, load_tokenizer(source), target, tokenizer)
     local = LocalModel(source)

@@ -195,6 +195,15 @@ def candidate_pairs(ids: torch.Tensor, logprobs: torch.Tensor) -> list[DraftCand
     return [[(token, min(0.0, p)) for token, p in zip(*row, strict=True) if p > -math.inf] for row in rows]
 
 
+def finite_candidates(logits: torch.Tensor, width: int, ids: torch.Tensor, of: str) -> list[DraftCandidates]:
+    """The `width` likeliest of each row of `[n, v]`; `ids [v]`: the target's, of what the columns stand for. Raises
+    DrafterFailed if these are no numbers."""
+    if not bool(torch.isfinite(logits).all()):
+        raise DrafterFailed(f"{of} gives logits that are not finite; its file is damaged")
+    indices, logprobs = top_tokens(logits, width)
+    return candidate_pairs(ids[indices], logprobs)
+
+
 class _DraftSource(NotQuantized):
     """A ModelSource of the target's first layers and the draft's own.
 
