@@ -14,11 +14,12 @@ from dflash_reference import BLOCK, LAYER, Reference, random_tensors, save_relea
 from tiny_models import ModelTensors, tiny_model
 
 from swarm.errors import CorruptModel, DrafterFailed, ModelError, ModelNotFound, UnsupportedModel
-from swarm_kernels.draft.dflash import DFlashDraft, open_dflash, target_ends
+from swarm_kernels.draft.dflash import DFlashDraft, open_dflash
 from swarm_kernels.draft.dflash_file import load_dflash
 from swarm_kernels.draft.dflash_session import DFlashSession
 from swarm_kernels.draft.folder import DFLASH, drafter_kind
 from swarm_kernels.draft.session import DraftCachePolicy
+from swarm_kernels.draft.tapped import target_ends
 from swarm_kernels.ops.base.layer_weights import plain_linear
 from swarm_kernels.runtime.taps import decode, encode
 

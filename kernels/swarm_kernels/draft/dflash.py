@@ -8,7 +8,6 @@ a mask says what stands at its own place. `dflash_session` keeps a text's keys a
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -20,11 +19,9 @@ from swarm_kernels.draft.dflash_session import Context, DFlashSession
 from swarm_kernels.draft.models import finite_candidates
 from swarm_kernels.draft.session import DraftCandidates
 from swarm_kernels.draft.shared import SharedDrafts
-from swarm_kernels.draft.tapped import Pack, stacked_linear
-from swarm_kernels.models.layers import has_tied_head
+from swarm_kernels.draft.tapped import Pack, stacked_linear, target_ends
 from swarm_kernels.models.source import ModelSource
 from swarm_kernels.ops import dispatch
-from swarm_kernels.runtime.llama_span import EMBEDDING, HEAD
 from swarm_kernels.runtime.rope import RopeTables
 
 _CPU = torch.device("cpu")
@@ -152,14 +149,3 @@ def _load(folder: Path, target: ModelSource) -> DFlashDraft:
         target, [name for name in ("embed_tokens", "lm_head") if name + ".weight" in weights.tensors]
     )
     return DFlashDraft(weights, embedding, head)
-
-
-def target_ends(target: ModelSource, own: Sequence[str] = ()) -> tuple[torch.Tensor, torch.Tensor]:
-    """The target's embedding and head, `[vocab, hidden]` in bf16; empty ones where the drafter has its `own`. Raises
-    CorruptModel."""
-    head = EMBEDDING if has_tied_head(target) else HEAD
-    wanted = ["" if "embed_tokens" in own else EMBEDDING, "" if "lm_head" in own else head]
-    target.fetch({name for name in wanted if name})
-    read = {name: target.tensor(name).to(torch.bfloat16) for name in set(wanted) if name}
-    empty = torch.empty(0)
-    return read.get(wanted[0], empty), read.get(wanted[1], empty)

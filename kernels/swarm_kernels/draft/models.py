@@ -30,7 +30,7 @@ from swarm_kernels.runtime.span import Span
 _STORED = torch.bfloat16  # of the target's head, from which rows are taken
 
 
-def _dtype(config: ModelConfig, device: torch.device | str) -> torch.dtype:
+def served_dtype(config: ModelConfig, device: torch.device | str) -> torch.dtype:
     """8 bits where there are kernels for them: a draft model reads all of its weights for every tree level."""
     return torch.int8 if config.has_fast_path and torch.device(device).type == "cpu" else torch.bfloat16
 
@@ -40,7 +40,7 @@ class LocalModel:
 
     def __init__(self, source: ModelSource, device: torch.device | str = "cpu") -> None:
         """Raises as `load_span`."""
-        dtype = _dtype(source.config, device)
+        dtype = served_dtype(source.config, device)
         self._span = _SharedSpan(load_span(source, LayerSpan(0, source.config.num_layers), dtype, device))
         self.context_length = source.config.context_length
 

@@ -1,7 +1,7 @@
 """Drafters that read hidden states of the target (`runtime.taps`): what they have in common.
 
 Owns the contract between such a drafter, the keys and values that it keeps of one text, and the client that is sent the
-states; reading them, and packing such a drafter's linear layers.
+states; reading them, and what such a drafter takes from its target.
 """
 
 from __future__ import annotations
@@ -13,7 +13,10 @@ import torch
 
 from swarm.types import TappedRows, Taps
 from swarm_kernels.draft.session import DraftCandidates, Path
+from swarm_kernels.models.layers import has_tied_head
+from swarm_kernels.models.source import ModelSource
 from swarm_kernels.ops import dispatch
+from swarm_kernels.runtime.llama_span import EMBEDDING, HEAD
 from swarm_kernels.runtime.taps import decode
 
 Pack = Callable[[torch.Tensor, torch.Tensor | None], dispatch.Linear]
@@ -75,3 +78,14 @@ def stacked_linear(tensors: Mapping[str, torch.Tensor], names: Sequence[str], pa
     """The linear layers `names`, stacked by output."""
     biases = [tensors[name + ".bias"].float() for name in names if name + ".bias" in tensors]
     return pack(torch.cat([tensors[name + ".weight"].float() for name in names]), torch.cat(biases) if biases else None)
+
+
+def target_ends(target: ModelSource, own: Sequence[str] = ()) -> tuple[torch.Tensor, torch.Tensor]:
+    """The target's embedding and head, `[vocab, hidden]` in bf16; empty ones where the drafter has its `own`. Raises
+    CorruptModel."""
+    head = EMBEDDING if has_tied_head(target) else HEAD
+    wanted = ["" if "embed_tokens" in own else EMBEDDING, "" if "lm_head" in own else head]
+    target.fetch({name for name in wanted if name})
+    read = {name: target.tensor(name).to(torch.bfloat16) for name in set(wanted) if name}
+    empty = torch.empty(0)
+    return read.get(wanted[0], empty), read.get(wanted[1], empty)
