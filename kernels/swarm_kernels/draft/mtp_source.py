@@ -23,10 +23,11 @@ from swarm.errors import CorruptModel, UnsupportedModel
 from swarm_kernels.models.config import ModelConfig
 from swarm_kernels.models.hf_config import model_config
 from swarm_kernels.models.layer_kinds import FULL
+from swarm_kernels.models.layers import has_tied_head
 from swarm_kernels.models.source import FetchProgress, ModelSource
 from swarm_kernels.ops.base.codebook_linear import StoredFourBits
 from swarm_kernels.ops.base.matrix import Matrix
-from swarm_kernels.runtime.llama_span import FINAL_NORM
+from swarm_kernels.runtime.llama_span import EMBEDDING, FINAL_NORM, HEAD
 
 LAYERS, LAYER = 3, 1
 """Of the model that the layer is put into: neither the first, which has the embedding, nor the last."""
@@ -102,6 +103,13 @@ def _check_shapes(source: ModelSource, layout: MtpLayout) -> None:
         found = tuple(source.shape(name)) if source.has(name) else None
         if found != shape:
             raise CorruptModel(f"{source.name}: {name} has shape {found or 'none'}, its MTP layer needs {shape}")
+
+
+def tensors_of(source: ModelSource, layout: MtpLayout) -> list[str]:
+    """All that a drafter of it reads, the model's embedding and head among them."""
+    ends = (layout.embedding or EMBEDDING, layout.head or (EMBEDDING if has_tied_head(source) else HEAD), FINAL_NORM)
+    own = (layout.embedding_norm, layout.state_norm, layout.projection, layout.norm)
+    return sorted({*ends, *own, *(name for name in source.names() if name.startswith(layout.block))})
 
 
 class MtpBlock:
