@@ -70,9 +70,8 @@ class Reference:
         mixed = scores.masked_fill(hidden_from, -torch.inf).softmax(-1) @ v
         return self.linear(name + "o_proj", mixed.transpose(0, 1).flatten(1))
 
-    def logprobs(self, tapped: torch.Tensor, positions: Sequence[int], last_token: int, at: int) -> torch.Tensor:
-        """`[BLOCK - 1, draft vocabulary]` of what follows the text whose last token is at position `at`; `tapped
-        [n, taps * hidden]`: the target's states at `positions`."""
+    def block(self, tapped: torch.Tensor, positions: Sequence[int], last_token: int, at: int) -> torch.Tensor:
+        """`[BLOCK - 1, hidden]`, what the head reads."""
         target = self.norm("hidden_norm", self.linear("fc", tapped))
         rows = torch.arange(at, at + BLOCK)
         keys = torch.cat((torch.tensor(list(positions)), rows))
@@ -83,7 +82,12 @@ class Reference:
             y = self.norm(name + "post_attention_layernorm", x)
             gated = F.silu(self.linear(name + "mlp.gate_proj", y)) * self.linear(name + "mlp.up_proj", y)
             x = x + self.linear(name + "mlp.down_proj", gated)
-        logits = F.linear(self.norm("norm", x)[1:], self.head) * self.scales[1]
+        return self.norm("norm", x)[1:]
+
+    def logprobs(self, tapped: torch.Tensor, positions: Sequence[int], last_token: int, at: int) -> torch.Tensor:
+        """`[BLOCK - 1, draft vocabulary]` of what follows the text whose last token is at position `at`; `tapped
+        [n, taps * hidden]`: the target's states at `positions`."""
+        logits = F.linear(self.block(tapped, positions, last_token, at), self.head) * self.scales[1]
         cap = self.scales[2]
         return (torch.tanh(logits / cap) * cap if cap else logits).log_softmax(-1)
 
