@@ -20,6 +20,13 @@ KINDS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "glm, dense, q-k norm": ("glm4_moe", {"use_qk_norm": True}, _DENSE),
     "glm, own ends": ("glm4_moe", {}, {"first_k_dense_replace": 0}),
     "deepseek": ("deepseek_v3", {}, {"first_k_dense_replace": 0}),
+    "deepseek v3.2": ("deepseek_v32", {}, {"first_k_dense_replace": 0}),
+    "glm 5": (
+        "glm_moe_dsa",
+        {"indexer_types": ["full"] * LAYERS},
+        {"first_k_dense_replace": 0, "indexer_types": ["full"]},
+    ),
+    "qwen3.5, mixture": ("qwen3_5_moe_text", {}, {}),
     "qwen3.5": ("qwen3_5_text", {}, {}),
     "qwen3-next": ("qwen3_next", {}, {}),
 }
@@ -35,7 +42,8 @@ class Checkpoint:
         self.made = random_model(config, seed)
         one = {**of_model, **changes, **of_layer, "num_hidden_layers": 1}
         if getattr(config, "layer_types", None):
-            one["layer_types"] = ["full_attention"]
+            kinds = config.layer_types
+            one["layer_types"] = ["full_attention" if "full_attention" in kinds else kinds[-1]]
         self.block = random_model(tiny_config(kind, **one), seed + 1)
         stored = {**config.to_dict(), "num_nextn_predict_layers": 1}
         if kind == "qwen2":

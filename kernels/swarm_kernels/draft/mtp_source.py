@@ -174,8 +174,9 @@ def _three_layers(config: ModelConfig, *, mixture: bool) -> Mapping[str, Any]:
     for key, value in hf.items():
         if isinstance(value, list) and len(value) == config.num_layers:
             hf[key] = [value[-1]] * LAYERS
-    if "layer_types" in hf or "full_attention_interval" in hf:
-        hf["layer_types"] = [FULL] * LAYERS
+    kinds = config.hf.get("layer_types")
+    if (isinstance(kinds, list) and FULL in kinds) or (kinds is None and "full_attention_interval" in hf):
+        hf["layer_types"] = [FULL] * LAYERS  # also of models most of whose layers have a recurrent state
     for key in ("num_hidden_layers", "n_layer", "n_layers", "num_layers"):
         if key in hf:
             hf[key] = LAYERS
