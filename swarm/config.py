@@ -112,8 +112,8 @@ class ClientConfig:
     decoding: str = "auto"
     outline_in_auto: bool = False  # may `auto` use an outline? It changes the text, not only the speed
     outline_templates: Path | None = None  # a TOML file, see docs/guide/outline.md
-    # Beside the n-gram drafter: "bundled" draft model, a .draft file, the folder of an EAGLE-3 drafter or a model;
-    # "medusa": the tail's; "ngram": none
+    # Beside the n-gram drafter: "bundled" draft model, a .draft file, the folder of an EAGLE-3 or DFlash drafter, "mtp"
+    # layer or a model; "medusa": the tail's; "auto": the best at hand; "ngram": none
     drafter: str = "bundled"
     prefill_chunk: Count | None = None  # tokens a step; None: planned from the chain's costs
     prefill_window: Count = 16  # prefill steps in flight, at most

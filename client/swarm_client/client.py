@@ -55,8 +55,7 @@ from swarm_client.routing.prefill_chunks import POLICY as PREFILL
 from swarm_client.routing.prefix_locations import PrefixLocations
 from swarm_client.routing.router import ChainRouter
 from swarm_client.speculation.controller import AsyncDrafter, ClientSpeculation, DraftingStats
-from swarm_client.speculation.drafter_factory import MEDUSA, DrafterFactory
-from swarm_client.speculation.drafters.medusa import NUM_CANDIDATES
+from swarm_client.speculation.drafter_factory import DrafterFactory
 from swarm_client.trust.peer_memory import PeerMemory, memory_file
 from swarm_kernels.device.device import release_free_memory
 from swarm_kernels.models.open import ModelSource, open_model
@@ -327,7 +326,7 @@ class SwarmClient:
             self.config.limits,
             source.name,
             sampling,
-            num_medusa_candidates=NUM_CANDIDATES if speculation is not None and self.config.drafter == MEDUSA else 0,
+            num_medusa_candidates=self._drafter_factory.num_medusa_candidates if speculation is not None else 0,
             taps=speculation.drafter.drafter.taps if speculation is not None else None,
             plan_chunks=self.config.prefill_chunk is None,
             prefix_locations=self._prefix_locations,
@@ -375,6 +374,7 @@ class SwarmClient:
             options.fixed_strategy,
             clock=_entered(self._network).clock,
             stats=self._drafting_stats,
+            choice=self._drafter_factory.choice,
         )
 
     def _answer_grammar(self, grammar: Grammar | None) -> AnswerGrammar | None:

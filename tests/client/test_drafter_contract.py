@@ -147,13 +147,23 @@ def test_a_member_that_claims_too_much_loses_its_place() -> None:
     assert [guess.token for guess in both.propose((), 2)] == [2, 1]
 
 
-def test_going_on_without_one() -> None:
-    both = MixtureDrafter([Scripted("a", [(1, 0.5)]), Scripted("b", [(2, 0.4)])])
-    both.reset([])
-    rest = both.drop_member("a")
-    assert rest is not None
-    assert [guess.token for guess in rest.propose((), 4)] == [2]
-    assert rest.drop_member("b") is None
+def test_a_member_that_fails_is_left_alone_and_it_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    both = MixtureDrafter([NgramDrafter(), Broken("b", [(2, 0.4)])])
+    both.reset([1, 2, 1, 2])
+    assert both.propose_cached([()], 4).unassigned_mass[0] > 0
+    assert [guess.token for guess in both.propose((), 4)] == [1]
+    assert both.propose_cached([()], 4).unassigned_mass == [0.0]  # no model is left to ask
+    both.extend([1])
+    assert [guess.token for guess in both.propose((), 4)] == [2]
+    assert both.failures == ("going on without the drafter 'b', with ngram alone: it raised ZeroDivisionError: oops",)
+    assert [record.getMessage() for record in caplog.records] == list(both.failures)
+
+
+def test_the_last_member_takes_the_mixture_along() -> None:
+    both = MixtureDrafter([Broken("a", []), Broken("b", [])])
+    both.reset([1])
+    with pytest.raises(ZeroDivisionError):
+        both.propose((), 4)
     with pytest.raises(UsageError):
         MixtureDrafter([])
     with pytest.raises(UsageError):

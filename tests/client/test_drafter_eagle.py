@@ -14,8 +14,8 @@ from tiny_models import ModelTensors, tiny_model
 from swarm.errors import DrafterFailed
 from swarm.types import Taps
 from swarm_client.speculation.drafter_factory import DrafterFactory
-from swarm_client.speculation.drafters.eagle import MISSING_AFTER, EagleDrafter
 from swarm_client.speculation.drafters.mixture import MixtureDrafter
+from swarm_client.speculation.drafters.tapped import MISSING_AFTER, TappedDrafter
 from swarm_client.speculation.drafters.threaded import ThreadedDrafter
 from swarm_kernels.draft.eagle import open_eagle
 from swarm_kernels.runtime.taps import encode
@@ -62,7 +62,7 @@ async def test_one_of_another_model_is_left_out_with_a_sentence(tmp_path: Path, 
 async def test_a_head_of_no_numbers_is_dropped(tmp_path: Path) -> None:
     tensors = random_tensors()
     tensors["norm.weight"][0] = torch.inf
-    drafter = ThreadedDrafter(EagleDrafter(open_eagle(save_speculators(tmp_path, tensors), source()), "broken"))
+    drafter = ThreadedDrafter(TappedDrafter(open_eagle(save_speculators(tmp_path, tensors), source()), "broken"))
     await drafter.reset([1, 2, 3])
     await drafter.extend([4], (), rows(0, 3))
     with pytest.raises(DrafterFailed, match=r"'broken' raised DrafterFailed: the EAGLE-3 head gives .*going"):
@@ -71,7 +71,7 @@ async def test_a_head_of_no_numbers_is_dropped(tmp_path: Path) -> None:
 
 def test_that_nothing_comes_is_said_once(tmp_path: Path, caplog: Any) -> None:
     caplog.set_level(logging.WARNING)
-    drafter = EagleDrafter(open_eagle(save_speculators(tmp_path, random_tensors()), source()), "head")
+    drafter = TappedDrafter(open_eagle(save_speculators(tmp_path, random_tensors()), source()), "head")
     mixture = MixtureDrafter([drafter])
     mixture.reset([1, 2, 3])
     for token in range(MISSING_AFTER + 10):

@@ -82,6 +82,15 @@ async def test_a_runner_reads_the_prompt_ahead_and_answers_at_once_here() -> Non
     assert thinker.asked == 1, "what reads the prompt was waited for"
     assert (await runner.propose_cached([()], 2)).candidates[0][0].token == 1
     assert thinker.asked == 1
+    await runner.extend([-1])  # at which the thinker raises
+    assert "no such token" in runner.drafter.failures[0]
+    assert (await runner.propose_cached([()], 2)).unassigned_mass == [0.0]
+    runner.close()
+
+
+async def test_a_runner_whose_only_drafter_fails_is_of_no_more_use() -> None:
+    runner = ThreadedDrafter(Thinker())
+    await runner.reset([1, 2, 3])
     with pytest.raises(DrafterFailed, match="no such token"):
         await runner.extend([-1])
     with pytest.raises(DrafterFailed):

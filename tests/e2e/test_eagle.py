@@ -20,8 +20,10 @@ from virtual_clock import virtual_time
 from swarm.tap_messages import TapRows
 from swarm.testing.memory_network import LinkModel
 from swarm.types import TappedRows, Taps
-from swarm_client.speculation.drafters.eagle import EagleDrafter
 from swarm_client.speculation.drafters.inline import InlineDrafter
+from swarm_client.speculation.drafters.mixture import MixtureDrafter
+from swarm_client.speculation.drafters.ngram import NgramDrafter
+from swarm_client.speculation.drafters.tapped import TappedDrafter
 from swarm_hop.serving.session_runner import SessionRunner
 from swarm_kernels.draft.eagle import EagleDraft, open_eagle
 from swarm_kernels.draft.eagle_file import load_eagle
@@ -61,7 +63,7 @@ def accurate_head(made: Any, answer: Sequence[int], folder: Path) -> Path:
 
 
 def drafter_of(folder: Path, source: Any) -> InlineDrafter:
-    return InlineDrafter(EagleDrafter(open_eagle(folder, source)))
+    return InlineDrafter(TappedDrafter(open_eagle(folder, source)))
 
 
 @pytest.mark.parametrize("strategy", ["tree", "pipedec", "pipelined-tree", "auto"])
@@ -118,7 +120,7 @@ def test_seeded_tokens_are_the_same_whatever_the_head_says(strategy: str, head: 
     scenario()
 
 
-class Recorded(EagleDrafter):
+class Recorded(TappedDrafter):
     """Keeps what came."""
 
     def __init__(self, draft: EagleDraft) -> None:
@@ -256,24 +258,35 @@ def test_lost_taps_cost_no_token(lost: str, tmp_path: Path, monkeypatch: pytest.
     )
 
 
-def test_a_head_of_no_numbers_is_left_with_one_sentence(tmp_path: Path) -> None:
+@pytest.mark.parametrize("beside", ["", "n-grams"])
+def test_a_head_of_no_numbers_is_left_with_one_sentence(beside: str, tmp_path: Path) -> None:
     made = model()
     tensors = random_tensors(4)
     tensors["fc.weight"][3, 5] = torch.nan
     folder = save_speculators(tmp_path, tensors)
 
+    def make() -> InlineDrafter:
+        eagle = TappedDrafter(open_eagle(folder, source))
+        return InlineDrafter(MixtureDrafter([NgramDrafter(), eagle]) if beside else eagle)
+
+    source = ModelTensors(made)
+
     @virtual_time
     async def scenario() -> None:
-        source = ModelTensors(made)
         async with (
             memory_swarm(source, cut(LAYERS, 3), LINK) as swarm,
-            swarm.client(make_drafter=lambda: drafter_of(folder, source)) as client,
+            swarm.client(make_drafter=make) as client,
         ):
             answer = await client.generate(PROMPT, max_new_tokens=TOKENS, decoding="tree")
             assert list(answer.token_ids) == hf_greedy(made, PROMPT, TOKENS)
             assert answer.speculation is not None
-            assert "not finite" in answer.speculation["reason"]
-            assert "\n" not in answer.speculation["reason"]
+            (said,) = answer.speculation["dropped"] if beside else (answer.speculation["reason"],)
+            assert "not finite" in said
+            assert "\n" not in said
+            if beside:  # its n-grams go on
+                assert said.startswith("going on without the drafter 'eagle', with ngram alone: ")
+                assert answer.speculation["hits"] > 0
+                assert "not finite" not in answer.speculation["reason"]
 
     scenario()
 

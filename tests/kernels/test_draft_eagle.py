@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,8 +17,9 @@ from tiny_models import ModelTensors, tiny_model
 
 from swarm.errors import CorruptModel, DrafterFailed, ModelError, ModelNotFound, UnsupportedModel
 from swarm_kernels.draft.eagle import EagleDraft, open_eagle
-from swarm_kernels.draft.eagle_file import is_eagle, load_eagle
+from swarm_kernels.draft.eagle_file import load_eagle
 from swarm_kernels.draft.eagle_session import EagleSession
+from swarm_kernels.draft.folder import EAGLE, drafter_kind
 from swarm_kernels.draft.session import DraftCachePolicy
 from swarm_kernels.ops.base.layer_weights import plain_linear
 from swarm_kernels.runtime.taps import encode
@@ -157,7 +159,7 @@ def test_beyond_its_context_there_are_no_drafts(tmp_path: Path) -> None:
 )
 def test_where_a_release_reads(changes: dict[str, Any], taps: tuple[int, ...], tmp_path: Path) -> None:
     folder = save_release(tmp_path, random_tensors(), **changes)
-    assert is_eagle(folder)
+    assert drafter_kind(folder) == EAGLE
     assert load_eagle(folder, source().config).config.taps == taps
 
 
@@ -170,6 +172,17 @@ def test_the_default_format_is_8_bits_and_clients_share_a_drafter(tmp_path: Path
     session.reset([1, 2, 3])
     session.add(rows(torch.randn(3, 288), range(2)))
     assert len(session.propose([()], 4)[0]) == 4
+
+
+def test_a_file_that_was_overwritten_is_read_again(tmp_path: Path) -> None:
+    folder, target = save_release(tmp_path, random_tensors()), source()
+    before = folder.stat().st_mtime_ns
+    model = open_eagle(folder, target)
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes())
+    os.utime(weights, ns=(1, 1))
+    assert folder.stat().st_mtime_ns == before  # it knows nothing of that
+    assert open_eagle(folder, target) is not model
 
 
 def test_a_head_of_no_numbers_is_a_sentence(tmp_path: Path) -> None:
@@ -236,12 +249,12 @@ def test_tensors_that_do_not_fit_are_a_sentence(tmp_path: Path) -> None:
 
 
 def test_folders_without_one(tmp_path: Path) -> None:
-    assert not is_eagle(tmp_path)
-    assert not is_eagle(tmp_path / "none")
+    assert drafter_kind(tmp_path) is None
+    assert drafter_kind(tmp_path / "none") is None
     (tmp_path / "config.json").write_text("[]")
-    assert not is_eagle(tmp_path)
+    assert drafter_kind(tmp_path) is None
     (tmp_path / "config.json").write_text(json.dumps({**LAYER, "draft_vocab_size": 60}))
-    assert is_eagle(tmp_path)
+    assert drafter_kind(tmp_path) == EAGLE
     with pytest.raises(ModelNotFound, match="0 safetensors files"):
         load_eagle(tmp_path, source().config)
     (tmp_path / "pytorch_model.bin").write_bytes(b"\x80")

@@ -52,8 +52,9 @@ _Invite = Annotated[
 _Drafter = Annotated[
     str | None,
     typer.Option(
-        help="What drafts tokens beside the n-gram drafter: `bundled`, a .draft file, a small model, `medusa` (the "
-        "tail's heads), `ngram` (nothing)."
+        help="What drafts tokens beside the n-gram drafter: `bundled`, a .draft file, an EAGLE-3 or DFlash folder, a "
+        "small model, `mtp` (the model's own layer), `medusa` (the tail's heads), `auto` (the best at hand), `ngram` "
+        "(nothing)."
     ),
 ]
 _LocalLayers = Annotated[

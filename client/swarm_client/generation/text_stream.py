@@ -140,7 +140,7 @@ class TextStream(GenerationStream):
             chain=chain,
             strategy=self._strategy(),
             seed=self._seed,
-            explanation=self._explain(chain) if chain.hops else "no chain was opened",
+            explanation=self._explanation(chain),
             repairs=tuple(self._loop.repairs),
             hop_ms=self._timing.hop_ms(len(chain)),
             network_ms=self._timing.network_ms(),
@@ -151,6 +151,14 @@ class TextStream(GenerationStream):
             prompt_logprobs=generation.prompt_logprobs,
             exposure=exposure(chain, self._loop.sessions.model),
         )
+
+    def _explanation(self, chain: Chain) -> str:
+        """Why this chain, and this drafter."""
+        if not chain.hops:
+            return "no chain was opened"
+        speculation = self._loop.speculation
+        choice = speculation.choice if speculation is not None else ""
+        return f"{self._explain(chain)}; {choice}" if choice else self._explain(chain)
 
     async def audited(self) -> AuditResult | None:
         """Wait for the audit of the answer, which goes on beside other work; None if it is not audited."""

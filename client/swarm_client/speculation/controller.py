@@ -104,6 +104,7 @@ class ClientSpeculation:
     fixed: SpeculationPolicy | None = None  # for experiments: overrides what is measured
     clock: Callable[[], float] = time.perf_counter
     stats: DraftingStats = field(default_factory=DraftingStats)
+    choice: str = ""  # which drafter was chosen and why, if the user left that to us
     decision: Decision | None = None
     failure: str = ""
     changes: list[str] = field(default_factory=list)
@@ -208,8 +209,10 @@ class ClientSpeculation:
         return {
             "strategy": str(self.decision.strategy) if self.decision else str(Strategy.SEQUENTIAL),
             "drafter": self.drafter.drafter.name,
+            "choice": self.choice,
             "reason": self.failure or (self.decision.reason if self.decision else ""),
             "changes": list(self.changes),
+            "dropped": list(self.drafter.drafter.failures),
             "steps": stats.steps,
             "rows": stats.rows,
             "hits": stats.accepted,

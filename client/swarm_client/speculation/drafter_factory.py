@@ -1,8 +1,8 @@
 """Which drafters a client uses. Owns the draft model that is loaded once for all of its generations.
 
 The n-gram (prompt-lookup) drafter is always on, for it costs nothing. Beside it there may be a draft model (a file that
-`swarm-draft train` made, an EAGLE-3 drafter's folder, or any local model with the target's vocabulary) or the Medusa
-heads of the tail.
+`swarm-draft train` made, the folder of an EAGLE-3 or DFlash drafter, the checkpoint's own MTP layer, or any local model
+with the target's vocabulary) or the Medusa heads of the tail.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from swarm.errors import DrafterFailed, ModelError
+from swarm.planner.speculation.drafter_choice import DrafterKind, DrafterOffer, explain_choice, rank_drafters
 from swarm_client.speculation.controller import AsyncDrafter
 from swarm_client.speculation.drafters.base import Drafter
 from swarm_client.speculation.drafters.bundled import find_bundled
 from swarm_client.speculation.drafters.grammar import GrammarDrafter
 from swarm_client.speculation.drafters.inline import InlineDrafter
-from swarm_client.speculation.drafters.medusa import MedusaDrafter
+from swarm_client.speculation.drafters.medusa import NUM_CANDIDATES, MedusaDrafter
 from swarm_client.speculation.drafters.mixture import MixtureDrafter
 from swarm_client.speculation.drafters.ngram import NgramDrafter
 from swarm_client.speculation.drafters.threaded import ThreadedDrafter
@@ -32,8 +33,10 @@ if TYPE_CHECKING:  # a client that drafts with no model loads none
 
 logger = logging.getLogger(__name__)
 
+AUTO = "auto"  # the best of what is at hand
 MEDUSA = "medusa"  # the Medusa heads of the tail
 NGRAM = "ngram"  # no draft model
+MTP = "mtp"  # the checkpoint's own layer for multi-token prediction
 BUNDLED = "bundled"  # the trained draft model that is shipped for the target
 TRAINED_SUFFIX = ".draft"
 
@@ -41,19 +44,24 @@ TRAINED_SUFFIX = ".draft"
 class DrafterFactory:
     """`await DrafterFactory.load(...)`, then `drafter()` for each generation."""
 
-    def __init__(self, model: Callable[[], Drafter] | None = None) -> None:
-        """`model`: makes the drafter beside the n-gram drafter."""
+    def __init__(self, model: Callable[[], Drafter] | None = None, choice: str = "", *, medusa: bool = False) -> None:
+        """`model`: makes the drafter beside the n-gram drafter. `choice`: what AUTO took and why. `medusa`: whether it
+        drafts with the tail's heads."""
         self._model = model
+        self.choice = choice
+        self.num_medusa_candidates = NUM_CANDIDATES if medusa else 0
 
     @classmethod
     async def load(cls, drafter: str, target: ModelSource, tokenizer: ChatTokenizer) -> DrafterFactory:
-        """`drafter`: NGRAM, MEDUSA, BUNDLED (if there is one for the target), a trained draft's file, the folder of an
-        EAGLE-3 drafter, or a model.
+        """`drafter`: AUTO, NGRAM, MEDUSA, MTP, BUNDLED (if there is one for the target), a trained draft's file, the
+        folder of an EAGLE-3 or DFlash drafter, or a model.
 
         One that cannot be used is logged and left out.
         """
         if drafter == MEDUSA:
-            return cls(MedusaDrafter)
+            return cls(MedusaDrafter, medusa=True)
+        if drafter == AUTO:
+            return await asyncio.to_thread(cls._choose, target)
         try:
             if drafter == NGRAM or (drafter == BUNDLED and find_bundled(target) is None):
                 return cls()
@@ -61,6 +69,26 @@ class DrafterFactory:
         except (DrafterFailed, ModelError) as error:
             logger.warning("drafting with n-grams alone: %s", error)
             return cls()
+
+    @classmethod
+    def _choose(cls, target: ModelSource) -> DrafterFactory:
+        """The first of those at hand that opens."""
+        from swarm_client.speculation.drafter_offers import find_offers
+
+        found = find_offers(target)
+        ranking = rank_drafters(found.open)
+        left_out = [*ranking.left_out, *found.damaged]
+        taken: DrafterOffer | None = None
+        model: Callable[[], Drafter] | None = None
+        for offer in ranking.offers:
+            try:
+                taken, model = offer, found.open[offer]()
+                break
+            except (DrafterFailed, ModelError) as error:
+                left_out.append(f"{offer}: {error}")
+        choice = explain_choice(taken, left_out)
+        logger.info("%s", choice)
+        return cls(model, choice, medusa=taken is not None and taken.kind is DrafterKind.MEDUSA)
 
     def drafter(
         self, compile_grammar: Callable[[], GrammarState] | None = None, threads: Executor | None = None
@@ -77,21 +105,20 @@ class DrafterFactory:
 
 def _open(drafter: str, target: ModelSource, tokenizer: ChatTokenizer) -> Callable[[], Drafter]:
     """Raises ModelError and DrafterFailed."""
-    from swarm_client.speculation.drafters.eagle import EagleDrafter
+    from swarm_client.speculation.drafter_offers import open_folder, open_layer, open_trained
     from swarm_client.speculation.drafters.model import ModelDrafter, check_vocabulary
-    from swarm_kernels.draft.eagle import open_eagle
-    from swarm_kernels.draft.eagle_file import is_eagle
-    from swarm_kernels.draft.models import LocalModel, open_draft
+    from swarm_kernels.draft.folder import drafter_kind
+    from swarm_kernels.draft.models import LocalModel
     from swarm_kernels.models.open import open_model
     from swarm_kernels.tokenizer.tokenizer import load_tokenizer
 
+    if drafter == MTP:
+        return open_layer(target)
     path = (drafter == BUNDLED and find_bundled(target)) or Path(drafter)
     if path.suffix == TRAINED_SUFFIX:
-        trained = open_draft(path, target)
-        return lambda: ModelDrafter(trained, "trained draft")
-    if is_eagle(path):
-        eagle = open_eagle(path, target)
-        return lambda: EagleDrafter(eagle, path.name)
+        return open_trained(path, target)
+    if drafter_kind(path) is not None:
+        return open_folder(path, target)
     source = open_model(drafter)
     check_vocabulary(source, load_tokenizer(source), target, tokenizer)
     local = LocalModel(source)

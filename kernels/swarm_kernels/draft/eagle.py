@@ -1,26 +1,27 @@
 """EAGLE-3 drafters (Li et al. 2025): one layer that reads hidden states of the target and writes its own.
 
-Owns their arithmetic. A row belongs to a position t of the text: it reads the target's hidden states at t (three taps,
-which `fc` makes one) and the token at t + 1, and says what comes at t + 2. Beyond the text, the row's own output stands
-for the target's states. `eagle_session` keeps a text's keys and values.
+Owns their arithmetic. The target's hidden states are three taps, which `fc` makes one; `eagle_session` says what a row
+reads, and keeps a text's keys and values.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from weakref import WeakValueDictionary
 
 import torch
 import torch.nn.functional as F
 
-from swarm.errors import DrafterFailed, ModelNotFound
+from swarm.errors import DrafterFailed
 from swarm.types import Taps
 from swarm_kernels.batch import AttentionMetadata
 from swarm_kernels.draft.eagle_file import LAYER, EagleWeights, load_eagle
-from swarm_kernels.draft.models import candidate_pairs, top_tokens
+from swarm_kernels.draft.eagle_session import EagleSession
+from swarm_kernels.draft.models import finite_candidates
 from swarm_kernels.draft.session import DraftCandidates
+from swarm_kernels.draft.shared import SharedDrafts
+from swarm_kernels.draft.tapped import Pack, stacked_linear
 from swarm_kernels.kvcache.cache import KVCacheManager, KvShape
 from swarm_kernels.models.source import ModelSource
 from swarm_kernels.ops import dispatch
@@ -28,11 +29,12 @@ from swarm_kernels.runtime.llama_span import EMBEDDING
 from swarm_kernels.runtime.rope import RopeTables
 
 _CPU = torch.device("cpu")
-Pack = Callable[[torch.Tensor, torch.Tensor | None], dispatch.Linear]
 
 
 class EagleDraft:
-    """One drafter, which many texts may share, each from its own thread. On the CPU."""
+    """See `TappedDraft` and `ChainedDraft`. On the CPU."""
+
+    kind = "eagle"
 
     def __init__(self, weights: EagleWeights, embedding: torch.Tensor, pack: Pack = dispatch.quantize_linear) -> None:
         """`embedding [vocab, hidden]`: the target's, for drafters without their own. `pack`: how its linear layers are
@@ -45,13 +47,13 @@ class EagleDraft:
         self._ids = weights.token_ids
         self._embedding = tensors.get("embed_tokens.weight", embedding)
         self._norms = {name: tensor.float() for name, tensor in tensors.items() if tensor.dim() == 1}
-        self._fc = _linear(tensors, ["fc"], pack)
-        self._head = _linear(tensors, ["lm_head"], pack)
+        self._fc = stacked_linear(tensors, ["fc"], pack)
+        self._head = stacked_linear(tensors, ["lm_head"], pack)
         attention, mlp = LAYER + "self_attn.", LAYER + "mlp."
-        self._qkv = _linear(tensors, [attention + part for part in ("q_proj", "k_proj", "v_proj")], pack)
-        self._o = _linear(tensors, [attention + "o_proj"], pack)
-        self._gate_up = _linear(tensors, [mlp + "gate_proj", mlp + "up_proj"], pack)
-        self._down = _linear(tensors, [mlp + "down_proj"], pack)
+        self._qkv = stacked_linear(tensors, [attention + part for part in ("q_proj", "k_proj", "v_proj")], pack)
+        self._o = stacked_linear(tensors, [attention + "o_proj"], pack)
+        self._gate_up = stacked_linear(tensors, [mlp + "gate_proj", mlp + "up_proj"], pack)
+        self._down = stacked_linear(tensors, [mlp + "down_proj"], pack)
         self._rope = RopeTables((layer.rope,), layer.head_dim, layer.context_length, _CPU)
         self._lock = threading.Lock()  # around the tables, which grow
 
@@ -60,17 +62,17 @@ class EagleDraft:
         layer = self._config.layer
         return KVCacheManager(KvShape(1, layer.num_kv_heads, layer.head_dim, torch.float32), max_tokens)
 
+    def new_session(self, max_tokens: int | None = None) -> EagleSession:
+        return EagleSession(self, max_tokens)
+
     @torch.inference_mode()
     def fuse(self, tapped: torch.Tensor) -> torch.Tensor:
-        """The target's `[n, taps * hidden]` -> `[n, hidden]`, the states that `run` reads."""
         return self._fc(self._norm("input_norm", tapped.float()) if self._config.norm_before_fc else tapped.float())
 
     @torch.inference_mode()
     def run(
         self, tokens: Sequence[int], states: torch.Tensor, plan: AttentionMetadata, cache: KVCacheManager
     ) -> torch.Tensor:
-        """Rows of the tokens at t + 1 and the states `[n, hidden]` at t -> `[n, hidden]`, what stands for the target's
-        states at t + 1."""
         layer, rows = self._config.layer, len(tokens)
         embedded = self._norm(LAYER + "input_layernorm", self._embedding[list(tokens)].float())
         normed = self._norm(LAYER + "hidden_norm", states)
@@ -89,44 +91,30 @@ class EagleDraft:
 
     @torch.inference_mode()
     def propose(self, hidden: torch.Tensor, width: int) -> list[DraftCandidates]:
-        """For each row of `run` the `width` likeliest tokens at t + 2. Raises DrafterFailed if these are no numbers."""
         logits = self._head(self._norm("norm", hidden)).float()
-        if not bool(torch.isfinite(logits).all()):
-            raise DrafterFailed("the EAGLE-3 head gives logits that are not finite; its file is damaged")
-        indices, logprobs = top_tokens(logits, width)
-        return candidate_pairs(self._ids[indices], logprobs)
+        return finite_candidates(logits, width, self._ids, "the EAGLE-3 head")
 
     def _norm(self, name: str, x: torch.Tensor) -> torch.Tensor:
         return dispatch.rms_norm(x, self._norms[name + ".weight"], self._config.layer.rms_norm_eps)
 
 
-def _linear(tensors: Mapping[str, torch.Tensor], names: Sequence[str], pack: Pack) -> dispatch.Linear:
-    """The linear layers `names`, stacked by output."""
-    biases = [tensors[name + ".bias"].float() for name in names if name + ".bias" in tensors]
-    return pack(torch.cat([tensors[name + ".weight"].float() for name in names]), torch.cat(biases) if biases else None)
-
-
-_LOADED: WeakValueDictionary[tuple[Path, int, str], EagleDraft] = WeakValueDictionary()
-_LOADING = threading.Lock()
+_SHARED: SharedDrafts[EagleDraft] = SharedDrafts()
 
 
 def open_eagle(folder: Path, target: ModelSource) -> EagleDraft:
     """Load a drafter; clients of one process share it. Raises ModelNotFound, CorruptModel, DrafterFailed,
     UnsupportedModel."""
-    try:
-        key = folder.resolve(), folder.stat().st_mtime_ns, target.weight_hash
-    except OSError:
-        raise ModelNotFound(f"there is no drafter at {folder}") from None
-    with _LOADING:
-        draft = _LOADED.get(key)
-        if draft is None:
-            weights = load_eagle(folder, target.config)
-            if "embed_tokens.weight" in weights.tensors:
-                embedding = weights.tensors["embed_tokens.weight"]
-            elif weights.config.layer.hidden_size == target.config.hidden_size:
-                target.fetch([EMBEDDING])
-                embedding = target.tensor(EMBEDDING).to(torch.bfloat16)
-            else:
-                raise DrafterFailed(f"the drafter in {folder} has no embedding, and the model's is of another width")
-            draft = _LOADED[key] = EagleDraft(weights, embedding)
-        return draft
+    missing = f"there is no drafter at {folder}"
+    return _SHARED.open(folder, target.weight_hash, lambda: _load(folder, target), missing)
+
+
+def _load(folder: Path, target: ModelSource) -> EagleDraft:
+    weights = load_eagle(folder, target.config)
+    if "embed_tokens.weight" in weights.tensors:
+        embedding = weights.tensors["embed_tokens.weight"]
+    elif weights.config.layer.hidden_size == target.config.hidden_size:
+        target.fetch([EMBEDDING])
+        embedding = target.tensor(EMBEDDING).to(torch.bfloat16)
+    else:
+        raise DrafterFailed(f"the drafter in {folder} has no embedding, and the model's is of another width")
+    return EagleDraft(weights, embedding)

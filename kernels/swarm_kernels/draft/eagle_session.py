@@ -1,4 +1,5 @@
-"""Draft tokens of an EAGLE-3 drafter for one text and hypothetical continuations of it.
+"""Draft tokens of a drafter that writes what stands for the target's states (EAGLE-3, MTP layers), for one text and
+hypothetical continuations of it.
 
 Owns the drafter's keys and values of the text, made of the target's hidden states as far as they have come, and those
 of a tree below it, made of the drafter's own. The tree is computed anew for every text: what was a hypothesis has the
@@ -10,17 +11,46 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
-from swarm.types import TappedRows
-from swarm_kernels.draft.eagle import EagleDraft
+from swarm.types import TappedRows, Taps
+from swarm_kernels.batch import AttentionMetadata
 from swarm_kernels.draft.session import DraftCachePolicy, DraftCandidates, Path
-from swarm_kernels.kvcache.cache import StepRequest
+from swarm_kernels.draft.tapped import decode_rows
+from swarm_kernels.kvcache.cache import KVCacheManager, StepRequest
 from swarm_kernels.kvcache.sequence import ROOT
-from swarm_kernels.runtime.taps import decode
 
 _SESSION = b"draft"
+
+
+class ChainedDraft(Protocol):
+    """Reads the target's states, or its own output in their place. A row belongs to a position t of the text: it reads
+    the states at t and the token at t + 1, and says what comes at t + 2."""
+
+    @property
+    def context_length(self) -> int: ...
+
+    @property
+    def taps(self) -> Taps: ...
+
+    def new_cache(self, max_tokens: int) -> KVCacheManager: ...
+
+    def fuse(self, tapped: torch.Tensor) -> torch.Tensor:
+        """The target's `[n, taps * hidden]` -> `[n, hidden]`, the states that `run` reads."""
+        ...
+
+    def run(
+        self, tokens: Sequence[int], states: torch.Tensor, plan: AttentionMetadata, cache: KVCacheManager
+    ) -> torch.Tensor:
+        """Rows of the tokens at t + 1 and the states `[n, hidden]` at t -> `[n, hidden]`, what stands for the target's
+        states at t + 1."""
+        ...
+
+    def propose(self, hidden: torch.Tensor, width: int) -> list[DraftCandidates]:
+        """For each row of `run` the `width` likeliest tokens at t + 2. Raises DrafterFailed if these are no numbers."""
+        ...
 
 
 @dataclass(slots=True)
@@ -33,10 +63,10 @@ class _Node:
 
 
 class EagleSession:
-    """`reset`, `extend` and `add` as the text goes on, then any number of `propose`. Not thread-safe."""
+    """See `TappedSession`."""
 
     def __init__(
-        self, model: EagleDraft, max_tokens: int | None = None, policy: DraftCachePolicy = DraftCachePolicy()
+        self, model: ChainedDraft, max_tokens: int | None = None, policy: DraftCachePolicy = DraftCachePolicy()
     ) -> None:
         """`max_tokens`: of the longest text; by default, and at most, the drafter's context. Raises OutOfMemory."""
         self._model, self._policy = model, policy
@@ -51,22 +81,17 @@ class EagleSession:
         self._free: list[int] = []
 
     def reset(self, tokens: Sequence[int]) -> None:
-        """Start another text."""
         self._cache.rollback(_SESSION, 0)
         self._tokens, self._rows, self._waiting = list(tokens), {}, []
         self._forget_tree()
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Append to the text. Nothing is computed before `propose`."""
         self._tokens += tokens
 
     def add(self, rows: TappedRows) -> None:
-        """Hidden states of the text's tokens, by position."""
         self._waiting.append(rows)
 
     def propose(self, paths: Sequence[Path], width: int) -> list[DraftCandidates]:
-        """Candidates for the token after each of `paths`, continuations of the text; none while hidden states lack or
-        the context is full. Raises DrafterFailed."""
         longest = max((len(path) for path in paths), default=0)
         if not paths or len(self._tokens) + longest > self._limit or not self._follow_text():
             return [[] for _ in paths]
@@ -85,7 +110,8 @@ class EagleSession:
 
     def _follow_text(self) -> bool:
         """Compute the rows of the text that have come. -> whether there is one of the last token but one."""
-        self._decode()
+        self._rows.update(decode_rows(self._waiting, self._model.taps))
+        self._waiting = []
         last, done = len(self._tokens) - 2, self._cache.length(_SESSION)
         following = self._first + done
         if following == last + 1 and () in self._nodes:
@@ -121,18 +147,6 @@ class EagleSession:
         hidden = self._model.run([path[-1] for path in paths], states, self._cache.schedule([request]), self._cache)
         for path, slot, row in zip(paths, slots, hidden, strict=True):
             self._nodes[path] = _Node(slot, row, [])
-
-    def _decode(self) -> None:
-        """Rows that are not finite count as rows that have not come."""
-        taps = self._model.taps
-        for rows in self._waiting:
-            if rows:
-                parts = [b"".join(row[i] for row in rows.values()) for i in range(len(taps.layers))]
-                tapped = torch.cat([decode(part, taps.hidden_size, taps.bits) for part in parts], -1)
-                finite = torch.isfinite(tapped).all(-1).tolist()
-                kept = zip(rows, tapped, finite, strict=True)
-                self._rows.update({position: row for position, row, good in kept if good})
-        self._waiting = []
 
     def _drop_tree(self) -> None:
         """All of it; what is known of the text's last row stays."""

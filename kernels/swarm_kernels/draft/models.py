@@ -10,15 +10,15 @@ import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from weakref import WeakValueDictionary
 
 import torch
 
-from swarm.errors import CorruptModel, DrafterFailed, ModelNotFound, UnsupportedModel
+from swarm.errors import CorruptModel, DrafterFailed, UnsupportedModel
 from swarm.types import LayerSpan
 from swarm_kernels.batch import AttentionMetadata
 from swarm_kernels.draft.file import FINAL_NORM, DraftWeights
 from swarm_kernels.draft.session import DraftCandidates
+from swarm_kernels.draft.shared import SharedDrafts
 from swarm_kernels.kvcache.cache import KVCacheManager
 from swarm_kernels.models.config import ModelConfig
 from swarm_kernels.models.source import FetchProgress, ModelSource, NotQuantized
@@ -30,7 +30,7 @@ from swarm_kernels.runtime.span import Span
 _STORED = torch.bfloat16  # of the target's head, from which rows are taken
 
 
-def _dtype(config: ModelConfig, device: torch.device | str) -> torch.dtype:
+def served_dtype(config: ModelConfig, device: torch.device | str) -> torch.dtype:
     """8 bits where there are kernels for them: a draft model reads all of its weights for every tree level."""
     return torch.int8 if config.has_fast_path and torch.device(device).type == "cpu" else torch.bfloat16
 
@@ -40,7 +40,7 @@ class LocalModel:
 
     def __init__(self, source: ModelSource, device: torch.device | str = "cpu") -> None:
         """Raises as `load_span`."""
-        dtype = _dtype(source.config, device)
+        dtype = served_dtype(source.config, device)
         self._span = _SharedSpan(load_span(source, LayerSpan(0, source.config.num_layers), dtype, device))
         self.context_length = source.config.context_length
 
@@ -158,22 +158,14 @@ class _SharedSpan:
             return self._span.logits(hidden)
 
 
-_LOADED: WeakValueDictionary[tuple[Path, int, str], TrainedDraft] = WeakValueDictionary()
-_LOADING = threading.Lock()
+_SHARED: SharedDrafts[TrainedDraft] = SharedDrafts()
 
 
 def open_draft(path: Path, target: ModelSource) -> TrainedDraft:
     """Load a draft; clients of one process share it. Raises ModelNotFound, CorruptModel, DrafterFailed,
     UnsupportedModel."""
-    try:
-        key = path.resolve(), path.stat().st_mtime_ns, target.weight_hash
-    except OSError:
-        raise ModelNotFound(f"there is no draft at {path}; make one with 'swarm-draft train'") from None
-    with _LOADING:
-        draft = _LOADED.get(key)
-        if draft is None:
-            draft = _LOADED[key] = TrainedDraft(DraftWeights.load(path), target)
-        return draft
+    missing = f"there is no draft at {path}; make one with 'swarm-draft train'"
+    return _SHARED.open(path, target.weight_hash, lambda: TrainedDraft(DraftWeights.load(path), target), missing)
 
 
 def top_tokens(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -201,6 +193,15 @@ def candidate_pairs(ids: torch.Tensor, logprobs: torch.Tensor) -> list[DraftCand
     """`top_tokens`' `[n, count]` ids and log-probabilities as pairs; what has no probability is left out."""
     rows = zip(ids.tolist(), logprobs.tolist(), strict=True)
     return [[(token, min(0.0, p)) for token, p in zip(*row, strict=True) if p > -math.inf] for row in rows]
+
+
+def finite_candidates(logits: torch.Tensor, width: int, ids: torch.Tensor, of: str) -> list[DraftCandidates]:
+    """The `width` likeliest of each row of `[n, v]`; `ids [v]`: the target's, of what the columns stand for. Raises
+    DrafterFailed if these are no numbers."""
+    if not bool(torch.isfinite(logits).all()):
+        raise DrafterFailed(f"{of} gives logits that are not finite; its file is damaged")
+    indices, logprobs = top_tokens(logits, width)
+    return candidate_pairs(ids[indices], logprobs)
 
 
 class _DraftSource(NotQuantized):

@@ -23,6 +23,9 @@ _QK_NORM = ("qwen3", "gemma3_text", "olmo2", "olmo3", "minimax_m2", "olmoe", "qw
 _HIDDEN_ACTIVATION = ("gemma2", "gemma3_text")
 """Model types by what their classes read or do."""
 
+_SAME_AS = {"mimo": "qwen2"}
+"""Types without a class in transformers whose layers are another type's (MiMo-7B, beside its MTP layers)."""
+
 
 def model_config(
     hf: Mapping[str, Any],
@@ -35,6 +38,8 @@ def model_config(
 
     Raises CorruptModel for impossible values, UnsupportedModel for models that do not run here.
     """
+    if isinstance(kind := hf.get("model_type"), str) and kind in _SAME_AS:
+        hf = {**hf, "model_type": _SAME_AS[kind]}
     read = ConfigReader(hf, where)
     _check_supported(hf, where)
     heads = read.size("num_attention_heads")

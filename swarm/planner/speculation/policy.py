@@ -47,5 +47,13 @@ class ControllerPolicy:
     tree_rows_margin: float = 3.0  # times the mean tree: room for steps whose drafts are better than average
 
 
+@dataclass(frozen=True, slots=True)
+class DrafterChoicePolicy:
+    """`drafter_choice.rank_drafters`: what `auto` may spend on a drafter that nobody has asked for by name."""
+
+    max_fetch_bytes: int = 256 << 20  # from a hub, before the first answer
+    max_memory_bytes: int = 4 << 30  # of the client, for as long as it runs
+
+
 SEARCH = SearchPolicy()
 MARGINAL = MarginalPolicy()

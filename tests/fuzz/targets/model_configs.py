@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from swarm.errors import DrafterFailed, ModelError
-from swarm_kernels.draft.eagle_file import read_config
+from swarm_kernels.draft import dflash_file, eagle_file
 from swarm_kernels.draft.file import DraftMetadata
 from swarm_kernels.models.config import ModelConfig
 from swarm_kernels.models.hf_config import model_config
@@ -23,7 +23,8 @@ from swarm_kernels.models.tensor_shapes import check_shapes
 from swarm_kernels.runtime.rope import RopeTables
 
 INSTRUMENT = (
-    "swarm_kernels.draft.eagle_file", "swarm_kernels.models.hf_config", "swarm_kernels.models.quantized.checkpoint",
+    "swarm_kernels.draft.dflash_file", "swarm_kernels.draft.eagle_file", "swarm_kernels.draft.folder",
+    "swarm_kernels.models.hf_config", "swarm_kernels.models.quantized.checkpoint",
     "swarm_kernels.models.quantized.schemes", "swarm_kernels.models.tensor_shapes", "swarm_kernels.runtime.rope",
 )  # fmt: skip
 
@@ -67,11 +68,12 @@ def run(data: bytes) -> None:
         check_shapes(config, {}, "a folder")
     except ModelError:
         pass
-    try:
-        drafter = read_config(parsed, _TARGET, Path())
+    for read_config in (eagle_file.read_config, dflash_file.read_config):
+        try:
+            drafter = read_config(parsed, _TARGET, Path())
+        except (ModelError, DrafterFailed):
+            continue
         assert 0 <= drafter.taps[0] <= drafter.taps[-1] <= _TARGET.num_layers
-    except (ModelError, DrafterFailed):
-        pass
     try:
         quantization = parsed.get("quantization_config")
         if isinstance(quantization, dict):
@@ -124,4 +126,9 @@ def seeds() -> Iterator[bytes]:
             "eagle_aux_hidden_state_layer_ids": [2, 4, 8],
         }
     )
+    nested = {"mask_token_id": 5, "target_layer_ids": [1, 4], "causal": False}
+    windowed = {"layer_types": ["sliding_attention"], "sliding_window": 4, "num_target_layers": 8}
+    yield msgspec.json.encode({**base, **windowed, "block_size": 4, "dflash_config": nested})
+    block = {"aux_hidden_state_layer_ids": [1, 8], "mask_token_id": 0, "block_size": 8, "projector_type": "dflash"}
+    yield msgspec.json.encode({**block, "speculators_model_type": "dflash", "transformer_layer_config": base})
     yield msgspec.json.encode(DraftMetadata("m", "h", 1, 2))

@@ -111,6 +111,11 @@ class Drafter(ABC):
         self._waiting.clear()
 
     @property
+    def failures(self) -> tuple[str, ...]:
+        """One sentence for each drafter within this one that has failed and is left out."""
+        return ()
+
+    @property
     def model_hit_rate(self) -> float:
         """How often the target's token was among the candidates of the draft model, if there is one."""
         return min(1.0, math.fsum(self.acceptance.table(1)[0]))

@@ -56,6 +56,10 @@ class GrammarDrafter(Drafter):
     def model_hit_rate(self) -> float:
         return self._inner.model_hit_rate
 
+    @property
+    def failures(self) -> tuple[str, ...]:
+        return self._inner.failures
+
     def set_medusa_candidates(self, candidates: MedusaCandidates) -> None:
         self._inner.set_medusa_candidates(candidates)
 

@@ -1,25 +1,41 @@
 """Several drafters as one: their candidates mixed by calibrated probabilities.
 
 Owns the mixing and the calibration: a drafter's probabilities are corrected by how often such ones were accepted, as
-the text goes on, before they are compared.
+the text goes on, before they are compared. And that a member which raises is left alone: the others go on.
 """
 
 from __future__ import annotations
 
 import bisect
+import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import TypeVar
 
-from swarm.errors import UsageError
+from swarm.errors import DrafterFailed, UsageError
 from swarm.ewma import DecayedRatio
 from swarm.planner.generation.draft_tree import MedusaCandidates
 from swarm.types import TappedRows, Taps
 from swarm_client.speculation.drafters.base import CachedProposal, Candidate, Drafter, TokenPath
 
+logger = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
 _BOUNDS = (0.01, 0.03, 0.07, 0.15, 0.3, 0.45, 0.6, 0.75, 0.9, 0.97)
 """Bins of the calibration: probabilities between two of these are corrected together."""
 _STRENGTH = 10.0
 _DECAY = 0.995
+
+
+@dataclass(slots=True, eq=False)
+class _Member:
+    """`claims`: what it proposed for the place after the committed text."""
+
+    drafter: Drafter
+    calibration: ProbabilityCalibrator
+    claims: list[Candidate] = field(default_factory=list)
 
 
 class MixtureDrafter(Drafter):
@@ -34,11 +50,19 @@ class MixtureDrafter(Drafter):
         super().__init__(name)
         if not members or len({member.name for member in members}) < len(members):
             raise UsageError("a combination needs drafters with different names")
-        self.members = tuple(members)
-        self.is_synchronous = all(member.is_synchronous for member in members)
+        self._members = [_Member(member, ProbabilityCalibrator()) for member in members]
+        self._failures: list[str] = []
         self.extend_is_synchronous = all(member.extend_is_synchronous for member in members)
-        self._calibration = [ProbabilityCalibrator() for _ in members]
-        self._claims: dict[int, list[Candidate]] = {}  # by member, for what follows the committed text
+        self._note_synchronous()
+
+    @property
+    def members(self) -> tuple[Drafter, ...]:
+        """Those that have not failed."""
+        return tuple(member.drafter for member in self._members)
+
+    @property
+    def failures(self) -> tuple[str, ...]:
+        return tuple(self._failures)
 
     @property
     def model_hit_rate(self) -> float:
@@ -46,8 +70,7 @@ class MixtureDrafter(Drafter):
         return max((member.model_hit_rate for member in slow), default=0.0)
 
     def set_medusa_candidates(self, candidates: MedusaCandidates) -> None:
-        for member in self.members:
-            member.set_medusa_candidates(candidates)
+        self._each(lambda member: member.set_medusa_candidates(candidates))
 
     @property
     def taps(self) -> Taps | None:
@@ -55,57 +78,73 @@ class MixtureDrafter(Drafter):
         return next((member.taps for member in self.members if member.taps is not None), None)
 
     def set_taps(self, rows: TappedRows) -> None:
-        for member in self.members:
-            if member.taps is not None:
-                member.set_taps(rows)
+        self._each(lambda member: member.set_taps(rows) if member.taps is not None else None)
 
     def close(self) -> None:
         super().close()
         for member in self.members:
             member.close()
 
-    def drop_member(self, name: str) -> MixtureDrafter | None:
-        """A mixture of the other members, as they are; None if none is left."""
-        kept = [(m, c) for m, c in zip(self.members, self._calibration, strict=True) if m.name != name]
-        if not kept:
-            return None
-        rest = MixtureDrafter([member for member, _ in kept], self.name)
-        rest.acceptance, rest._calibration = self.acceptance, [calibration for _, calibration in kept]
-        return rest
-
     def _begin(self, prompt_ids: Sequence[int]) -> None:
-        self._claims = {}
-        for member in self.members:
-            member.reset(prompt_ids)
+        for member in self._members:
+            member.claims = []
+        self._each(lambda drafter: drafter.reset(prompt_ids))
 
     def _advance(self, tokens: Sequence[int]) -> None:
-        if tokens:
-            for member, claims in self._claims.items():
-                self._calibration[member].learn(claims, tokens[0])
-        self._claims = {}
-        for drafter in self.members:
-            drafter.extend(tokens)
+        for member in self._members:
+            if tokens:
+                member.calibration.learn(member.claims, tokens[0])
+            member.claims = []
+        self._each(lambda drafter: drafter.extend(tokens))
 
     def _draft(self, paths: Sequence[TokenPath], width: int) -> list[list[Candidate]]:
-        return [mix_candidates(claims, width) for claims in self._calibrated(range(len(self.members)), paths, width)]
+        return [mix_candidates(claims, width) for claims in self._calibrated(paths, width)]
 
     def _propose_cached(self, paths: Sequence[TokenPath], width: int) -> CachedProposal:
-        instant = [i for i, member in enumerate(self.members) if member.is_synchronous]
-        mixed = [mix_candidates(claims, width) for claims in self._calibrated(instant, paths, width)]
+        calibrated = self._calibrated(paths, width, only_synchronous=True)
+        mixed = [mix_candidates(claims, width) for claims in calibrated]
         if self.is_synchronous:
             return CachedProposal(mixed, [0.0] * len(paths))
         return CachedProposal(mixed, [max(0.0, 1.0 - math.fsum(math.exp(c.logprob) for c in made)) for made in mixed])
 
     def _calibrated(
-        self, members: Sequence[int], paths: Sequence[TokenPath], width: int
+        self, paths: Sequence[TokenPath], width: int, *, only_synchronous: bool = False
     ) -> list[list[list[Candidate]]]:
-        """The calibrated candidates of each of `members` for each path: `[path][member]`."""
-        proposed = {i: self.members[i].propose_many(paths, width) for i in members}
+        """The calibrated candidates of each member for each path: `[path][member]`."""
+
+        def propose(drafter: Drafter) -> list[list[Candidate]] | None:
+            return None if only_synchronous and not drafter.is_synchronous else drafter.propose_many(paths, width)
+
+        proposed = [(member, lists) for member, lists in self._each(propose) if lists is not None]
         if () in paths:
-            self._claims |= {i: lists[paths.index(())] for i, lists in proposed.items()}
-        return [
-            [self._calibration[i].corrected(lists[at]) for i, lists in proposed.items()] for at in range(len(paths))
-        ]
+            for member, lists in proposed:
+                member.claims = lists[paths.index(())]
+        return [[member.calibration.corrected(lists[at]) for member, lists in proposed] for at in range(len(paths))]
+
+    def _each(self, call: Callable[[Drafter], _T]) -> list[tuple[_Member, _T]]:
+        """Of every member that does not fail. Raises what the last one raises."""
+        results = []
+        for member in tuple(self._members):
+            try:
+                results.append((member, call(member.drafter)))
+            except Exception as error:  # anybody's code, whose failure costs its own drafts alone
+                if len(self._members) == 1:
+                    raise
+                self._drop(member, error)
+        return results
+
+    def _drop(self, member: _Member, error: Exception) -> None:
+        self._members.remove(member)
+        why = error if isinstance(error, DrafterFailed) else f"it raised {type(error).__name__}: {error}"
+        others = ", ".join(other.name for other in self.members)
+        self._failures.append(f"going on without the drafter '{member.drafter.name}', with {others} alone: {why}")
+        logger.warning("%s", self._failures[-1])
+        with suppress(Exception):
+            member.drafter.close()
+        self._note_synchronous()
+
+    def _note_synchronous(self) -> None:
+        self.is_synchronous = all(member.is_synchronous for member in self.members)
 
 
 class ProbabilityCalibrator:

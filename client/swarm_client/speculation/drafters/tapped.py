@@ -1,7 +1,8 @@
-"""Drafts by an EAGLE-3 head on this machine, from hidden states that the hops send (`swarm.tap_messages`).
+"""Drafts by a head on this machine (EAGLE-3, DFlash, MTP), from hidden states that the hops send
+(`swarm.tap_messages`).
 
-Owns what is said when none come. Keys, values and trees are EagleSession's; a text whose hidden states have not come
-gets no drafts, and one that gets some late or wrong gets bad ones.
+Owns what is said when none come. Keys, values and trees are the head's session's; a text whose hidden states
+have not come gets no drafts, and one that gets some late or wrong gets bad ones.
 """
 
 from __future__ import annotations
@@ -12,24 +13,23 @@ from collections.abc import Sequence
 from swarm.errors import DrafterFailed
 from swarm.types import TappedRows, Taps
 from swarm_client.speculation.drafters.base import Candidate, Drafter, TokenPath
-from swarm_kernels.draft.eagle import EagleDraft
-from swarm_kernels.draft.eagle_session import EagleSession
+from swarm_kernels.draft.tapped import TappedDraft, TappedSession
 
 logger = logging.getLogger(__name__)
 
 MISSING_AFTER = 32  # tokens of one text without a hidden state, after which it is said
 
 
-class EagleDrafter(Drafter):
-    """A level of a tree is one pass of its layer, whatever its width."""
+class TappedDrafter(Drafter):
+    """A level of a tree is one pass of the head's layer, whatever its width; a block, one for all levels."""
 
     extend_is_synchronous = True  # nothing is computed before a proposal
 
-    def __init__(self, model: EagleDraft, name: str = "eagle", max_tokens: int | None = None) -> None:
+    def __init__(self, model: TappedDraft, name: str = "", max_tokens: int | None = None) -> None:
         """`max_tokens`: of prompt and answer; beyond them it proposes nothing. Raises OutOfMemory."""
-        super().__init__(name)
+        super().__init__(name or model.kind)
         self._taps = model.taps
-        self._open: EagleSession | None = EagleSession(model, max_tokens)
+        self._open: TappedSession | None = model.new_session(max_tokens)
         self._blind = 0  # tokens since hidden states came
 
     @property
@@ -45,7 +45,7 @@ class EagleDrafter(Drafter):
         self._open = None
 
     @property
-    def _session(self) -> EagleSession:
+    def _session(self) -> TappedSession:
         if self._open is None:
             raise DrafterFailed(f"{self.name} is closed")
         return self._open
