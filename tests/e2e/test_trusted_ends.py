@@ -101,10 +101,10 @@ async def test_without_a_live_one_nothing_is_sent_and_a_sentence_says_so() -> No
         first, last = trusted(swarm)
         async with swarm.client(trust=(first, last)) as client:
             swarm.kill(last)
-            with pytest.raises(NoRoute, match="--trust.*go to nobody else"):
+            with pytest.raises(NoRoute, match=r"--trust.*go to nobody else"):
                 await client.generate(prompt(), max_new_tokens=4)
         async with swarm.client(1, trust=(first,)) as client:
-            with pytest.raises(NoRoute, match="--trust.*go to nobody else"):
+            with pytest.raises(NoRoute, match=r"--trust.*go to nobody else"):
                 await client.generate(prompt(), max_new_tokens=4)
         for peer, node in swarm.nodes.items():
             assert peer in (first, last) or node.service.counters.steps == 0
