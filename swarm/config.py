@@ -31,6 +31,8 @@ Libp2pImpl = Literal["go", "python"]
 """The libp2p implementation: hivemind's p2p daemon, a Go program, or py-libp2p in a thread."""
 Audits = Literal["auto", "wait", "off"]
 """Which answers other nodes compute again, see `ClientConfig.audits`."""
+Apart = Literal["none", "block", "region", "both"]
+"""By what neighbouring hops must differ, see `ClientConfig.apart`."""
 Count = Annotated[int, Meta(ge=1, le=1 << 40)]
 Port = Annotated[int, Meta(ge=0, le=65535)]
 Seconds = Annotated[float, Meta(ge=0, le=1e9)]
@@ -130,6 +132,11 @@ class ClientConfig:
     # "FIRST:LAST": embedding, so many first and last layers, norm and head are computed by the client itself, so that
     # no token id leaves it; "auto": as many as cost little; "none": nodes do all (docs/privacy.md)
     local_layers: str = "none"
+    # Peer ids of nodes that hold the ends of the model: they alone get token ids. (): anybody may
+    trust: tuple[str, ...] = ()
+    apart: Apart = "none"  # neighbouring parts of the model go to different address blocks, regions, or both
+    known_first: bool = False  # nodes known for long come first in a chain
+    vary_first: bool = False  # the first node changes between conversations
     limits: Limits = field(default_factory=Limits)
 
 

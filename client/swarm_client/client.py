@@ -47,10 +47,12 @@ from swarm_client.generation.shared_prefill import SharedPrefill
 from swarm_client.generation.stop_strings import StopStrings
 from swarm_client.generation.text_stream import TextStream
 from swarm_client.home.ends import HomeEnds, hold_ends
+from swarm_client.home.trusted_ends import TrustedEnds
 from swarm_client.network.connection import ClientNetwork, connect
 from swarm_client.outline.outliner import SkeletonDecoder, slots
 from swarm_client.outline.templates import BUILT_IN, load_templates
-from swarm_client.routing.home_router import HomeRouter
+from swarm_client.routing.conversations import Conversations
+from swarm_client.routing.home_router import HomeRouter, router_of
 from swarm_client.routing.prefill_chunks import POLICY as PREFILL
 from swarm_client.routing.prefix_locations import PrefixLocations
 from swarm_client.routing.router import ChainRouter
@@ -103,7 +105,8 @@ class SwarmClient:
         self._stack = AsyncExitStack()
         self._network: ClientNetwork | None = None
         self._router: ChainRouter | None = None
-        self._home: HomeEnds | None = None  # the layers that this client holds itself
+        self._ends: HomeEnds | TrustedEnds | None = None  # the layers that this client holds itself, or who else
+        self._conversations = Conversations() if self.config.vary_first else None
         self._auditor: Auditor | None = None
         self._prefix_locations = PrefixLocations()
         self._source: ModelSource | None = None
@@ -147,15 +150,8 @@ class SwarmClient:
             kept = self.config.remember_peers and self._given_network is None
             memory = PeerMemory(memory_file(source.name, source.weight_hash) if kept else None)
             held = hold_ends(self.config, source, self._tokenizer, network, reader)
-            self._home = home = await stack.enter_async_context(held)
-            self._router = (ChainRouter if home is None else partial(HomeRouter, home))(
-                reader,
-                network.pool,
-                dtype=self.config.dtype if home is None else home.dtype,
-                weight_hash=source.weight_hash,
-                wall_clock=network.wall_clock,
-                memory=memory,
-            )
+            self._ends = await stack.enter_async_context(held)
+            self._router = router_of(self.config, source, network, reader, memory, self._ends)
             stack.push_async_callback(self._router.close)
             stack.push_async_callback(memory.save)
             self._auditor = self._new_auditor(source, network, self._router)
@@ -187,7 +183,7 @@ class SwarmClient:
     @property
     def home(self) -> HomeEnds | None:
         """The layers that this client holds itself, if any (`ClientConfig.local_layers`)."""
-        return self._home
+        return self._ends if isinstance(self._ends, HomeEnds) else None
 
     @property
     def context_length(self) -> int:
@@ -331,7 +327,8 @@ class SwarmClient:
             plan_chunks=self.config.prefill_chunk is None,
             prefix_locations=self._prefix_locations,
             auditor=self._auditor,
-            home=self._home,
+            ends=self._ends,
+            conversations=self._conversations,
         )
         loop = GenerationLoop(
             generation, sessions, self.config.limits, speculation, self._answer_grammar(options.grammar)
@@ -357,8 +354,8 @@ class SwarmClient:
         audits = self.config.audits
         rate = {"off": 0.0, "wait": 1.0}.get(audits, 0.0 if self.config.secret else AUDITS.rate)
         shape = source.config.num_layers, source.config.hidden_size, source.config.context_length
-        kept, home = self._prefix_locations, self._home
-        return Auditor(router, network, self.config.limits, *shape, rate, prefix_locations=kept, home=home)
+        kept, ends = self._prefix_locations, self._ends
+        return Auditor(router, network, self.config.limits, *shape, rate, prefix_locations=kept, ends=ends)
 
     def _speculation(self, generation: GenerationState, options: GenerationOptions) -> ClientSpeculation | None:
         if not options.speculates:

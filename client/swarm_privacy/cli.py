@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from contextlib import closing
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -73,10 +74,9 @@ def _measure(
 
     def show(leak: Leak) -> None:
         if as_json:
-            line = {"depth": leak.depth, "nearest": leak.nearest, "linear": leak.linear, "search": leak.search}
-            sys.stdout.write(json.dumps(line) + "\n")
+            sys.stdout.write(json.dumps(asdict(leak)) + "\n")
         else:
-            shares = (leak.nearest, leak.linear, leak.search)
+            shares = (leak.nearest, leak.linear, leak.transformer, leak.search)
             sys.stdout.write(f"{leak.depth:6d}  " + "  ".join(f"{share:>17.1%}" for share in shares) + "\n")
         sys.stdout.flush()
 
@@ -84,7 +84,7 @@ def _measure(
         sys.stdout.write(
             f"{len(known)} tokens to train on, {min(tokens, len(attacked))} attacked, of which {searched} by search\n"
         )
-        sys.stdout.write("layers  nearest embedding     learned linear     forward search\n")
+        sys.stdout.write("layers  nearest embedding     learned linear  small transformer     forward search\n")
     run(span, known, attacked[:tokens], depths, searched, report=show)
 
 

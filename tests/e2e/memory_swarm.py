@@ -134,7 +134,12 @@ class MemorySwarm:
     _spans: dict[tuple[LayerSpan, str], Any] = field(default_factory=dict)
 
     async def add_node(
-        self, span: LayerSpan, dtype: str = "fp32", kv_tokens: int = 2048, seed: int | None = None
+        self,
+        span: LayerSpan,
+        dtype: str = "fp32",
+        kv_tokens: int = 2048,
+        seed: int | None = None,
+        region: str = "",
     ) -> PeerId:
         """A new node, or a restart of the one with this `seed`."""
         identity = Identity.from_seed((len(self.peers) if seed is None else seed).to_bytes(32, "big"))
@@ -194,6 +199,7 @@ class MemorySwarm:
                 kv_capacity_tokens=kv_tokens,
                 kv_free_tokens=service.free_tokens(engine, engine.cache.free_tokens),
                 sessions=service.sessions,
+                region=region,
                 network_coordinate=(0.0,),
                 published_at=now,
             )

@@ -46,18 +46,20 @@ async def answer_with(
     prompt_ids: Sequence[int] | None = None,
     **options: Any,
 ) -> tuple[GenerationResult, list[float], list[str]]:
-    """One answer, with a `strike` at the chain after token `at` -> (it, times of its tokens, reasons for waiting)."""
+    """One answer, with a `strike` at the chain once there are `at` tokens -> (it, times of its tokens, reasons for waiting)."""
     clock = asyncio.get_running_loop().time
     times: list[float] = []
     waits: list[str] = []
+    struck = False
     stream: TextStream
     async with client.stream(prompt_ids or prompt(), max_new_tokens=TOKENS, **options) as stream:
         async for piece in stream:
             times += [clock()] * len(piece.token_ids)
             waits += [piece.waiting] if piece.waiting else []
-            if len(times) == at and piece.token_ids:
+            if not struck and len(times) >= at:
                 assert stream.chain is not None
                 strike(stream.chain)
+                struck = True
         return stream.result, times, waits
 
 

@@ -94,6 +94,30 @@ def test_greedy_tokens_are_the_same_and_an_accurate_head_is_believed(
     scenario()
 
 
+@pytest.mark.parametrize("strategy", ["tree", "pipedec", "pipelined-tree"])
+@pytest.mark.parametrize("local", ["0:0", "1:1", "2:2", "6:1", "1:4"])
+def test_taps_come_from_the_ends_at_home_as_from_other_hops(local: str, strategy: str, tmp_path: Path) -> None:
+    """The tapped layers are at home, elsewhere, or some here and some there."""
+    made = model()
+    truth = hf_greedy(made, PROMPT, TOKENS)
+    folder = accurate_head(made, truth, tmp_path)
+
+    @virtual_time
+    async def scenario() -> None:
+        source = ModelTensors(made)
+        async with (
+            memory_swarm(source, cut(LAYERS, 2, 6), LINK) as swarm,
+            swarm.client(make_drafter=lambda: drafter_of(folder, source), local_layers=local) as client,
+        ):
+            answer = await client.generate(PROMPT, max_new_tokens=TOKENS, decoding=strategy)
+            assert list(answer.token_ids) == truth
+            assert answer.repairs == ()
+            assert answer.speculation is not None
+            assert answer.speculation["hits"] > (TOKENS // 3 if strategy == "tree" else 0)
+
+    scenario()
+
+
 @pytest.mark.parametrize("head", ["accurate", "random", "adversarial"])
 @pytest.mark.parametrize("strategy", ["tree", "pipelined-tree"])
 def test_seeded_tokens_are_the_same_whatever_the_head_says(strategy: str, head: str, tmp_path: Path) -> None:

@@ -66,6 +66,35 @@ async def test_tokens_are_those_of_transformers_whatever_stays_at_home(first: in
     await assert_clean(swarm)
 
 
+STRATEGIES = ("sequential", "tree", "pipedec", "pipelined-tree", "auto")
+
+
+@pytest.mark.parametrize("last", range(5))
+@pytest.mark.parametrize("first", range(5))
+@virtual_time
+async def test_every_two_of_shares_hops_strategies_and_kills_meet(first: int, last: int) -> None:
+    """An orthogonal array: of each two of these five, all 25 pairs of values come together once."""
+    hops, strategy = 1 + (first + 2 * last) % 5, STRATEGIES[(2 * first + last) % 5]
+    victim = (first + 4 * last) % 5 - 1  # -1: nobody dies
+
+    def draft() -> InlineDrafter:
+        return InlineDrafter(Oracle(truth(), 0.7))
+
+    async with swarm_of(hops, replicas=2) as swarm:
+        async with swarm.client(make_drafter=draft, local_layers=f"{first}:{last}") as client:
+            struck: list[PeerId] = []
+
+            def strike(chain: Any) -> None:
+                if victim >= 0:
+                    others = foreign(chain.hops)
+                    struck.append(others[victim % len(others)].peer)
+                    swarm.kill(struck[0], silent=bool(first % 2))
+
+            answer, _, _ = await answer_with(client, strike, 7, prompt(), decoding=strategy)
+        assert list(answer.token_ids) == truth()
+        assert len(answer.repairs) == len(struck) == (victim >= 0)
+
+
 @pytest.mark.parametrize("drafter", [Oracle, Noise])
 @pytest.mark.parametrize("local", ["0:0", "1:1", "3:2"])
 @pytest.mark.parametrize("strategy", ["tree", "pipedec", "auto"])

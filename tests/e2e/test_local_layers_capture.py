@@ -21,6 +21,8 @@ from swarm.block_hash import HASH_BLOCK_TOKENS, block_hashes
 from swarm.codec import Buffer
 from swarm.messages import AnyMessage, CloseSession, OpenSession, Step, StepResult
 from swarm.row_digest import token_digests
+from swarm.testing.memory_network import MemoryConnection
+from swarm.types import LayerSpan
 from swarm_client.speculation.drafters.inline import InlineDrafter
 
 VOCAB = 70_000  # ids above 2^16 take five bytes on the wire, which nothing else of a short text does by chance
@@ -98,15 +100,65 @@ async def test_no_token_id_leaves_home(
             assert two.repairs
             assert one.cached_prompt_tokens or two.cached_prompt_tokens or given, "prefix hashes were used"
         records = [record for model in swarm.network._records.values() for record, _ in model.values()]
-    for message, _ in frames:
-        _check_fields(message)
     assert any(isinstance(message, OpenSession) and message.block_hashes for message, _ in frames) or given
     assert any(isinstance(message, CloseSession) and message.retain_prefix for message, _ in frames)
-    tells = forbidden([*second, *two.token_ids])
-    everything = [*(raw for _, raw in frames), *records, caplog.text.encode()]
-    for raw in everything:
+    _check(frames, [*records, caplog.text.encode()], [*second, *two.token_ids])
+
+
+def _check(frames: Sequence[tuple[AnyMessage, bytes]], others: Sequence[bytes], text: Sequence[int]) -> None:
+    """Neither `frames` nor the `others` tell a token of `text`."""
+    for message, _ in frames:
+        _check_fields(message)
+    tells = forbidden(text)
+    for raw in (*(raw for _, raw in frames), *others):
         for needle, what in tells.items():
             assert needle not in raw, what
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("victim", [0, 1, 2, 3])
+@virtual_time
+async def test_only_trusted_nodes_get_token_ids(
+    victim: int, options: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """All that a stranger receives or sends, while a hop dies, an end among them."""
+    caplog.set_level(logging.DEBUG)
+    seen: list[tuple[set[str], AnyMessage, bytes]] = []
+    send = MemoryConnection.send
+
+    async def noted(self: MemoryConnection, message: AnyMessage, body: Buffer = b"") -> None:
+        header, rest = codec.encode(message, body)
+        seen.append((set(self._out._ends), message, header if isinstance(message, Step) else header + bytes(rest)))
+        await send(self, message, body)
+
+    monkeypatch.setattr(MemoryConnection, "send", noted)
+    made = tiny_model("llama", vocab_size=VOCAB, num_hidden_layers=6, hidden_size=48)
+    prompt, given = ids(3, 2 * HASH_BLOCK_TOKENS + 7), OPTIONS[options]
+    truth = hf_greedy(made, prompt, TOKENS)
+    spans = [LayerSpan(0, 1), LayerSpan(5, 6)] * 2 + [LayerSpan(1, 3), LayerSpan(3, 5)] * 3
+    async with memory_swarm(ModelTensors(made), spans, LINK) as swarm:
+        ends = {peer for peer, node in swarm.nodes.items() if len(node.span) == 1}
+        settings: dict[str, Any] = {"trust": tuple(ends), "audits": "wait", "prefill_chunk": 16}
+        settings["make_drafter"] = lambda: InlineDrafter(Oracle(truth, 0.7, vocab=VOCAB))
+        async with swarm.client(**settings) as client:
+            one = await client.generate(prompt, max_new_tokens=TOKENS, **given)
+            assert given or list(one.token_ids) == truth
+            second, killed = [*prompt, *one.token_ids, *ids(4, 5)], False
+            async with client.stream(second, max_new_tokens=TOKENS, **given) as stream:
+                async for piece in stream:
+                    if piece.token_ids and not killed:
+                        assert stream.chain is not None
+                        swarm.kill(stream.chain.peers[victim])
+                        killed = True
+                two = stream.result
+            assert two.repairs
+            assert {two.chain.peers[0], two.chain.peers[-1]} <= ends
+        records = [record for model in swarm.network._records.values() for record, _ in model.values()]
+        strangers = set(swarm.peers) - ends
+    frames = [(message, raw) for peers, message, raw in seen if peers & strangers]
+    assert any(isinstance(message, Step) for message, _ in frames)
+    assert any(isinstance(message, StepResult) for peers, message, _ in seen if not peers & strangers)
+    _check(frames, [*records, caplog.text.encode()], [*second, *two.token_ids])
 
 
 def _check_fields(message: AnyMessage) -> None:

@@ -20,6 +20,7 @@ from swarm_privacy.forward_search import ForwardSearchPolicy, forward_search
 from swarm_privacy.inversion import linear_inversion, nearest_embedding
 from swarm_privacy.measure import WINDOW, measure
 from swarm_privacy.states import embeddings, states_of
+from swarm_privacy.transformer_inversion import TransformerAttackPolicy, transformer_inversion
 
 LAYERS = 4
 
@@ -58,6 +59,53 @@ def test_a_linear_map_inverts_a_linear_map() -> None:
     assert float((found == secret).float().mean()) > 0.95
 
 
+def _shifted(count: int, window: int, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """States each of which tells the token after it and not its own: nothing that reads one state alone finds it."""
+    generator = torch.Generator().manual_seed(seed)
+    table = torch.nn.functional.normalize(torch.randn(40, 24, generator=torch.Generator().manual_seed(0)), dim=1)
+    tokens = torch.randint(0, 40, (count * window,), generator=generator)
+    return table, table[tokens.view(-1, window).roll(1, dims=1).flatten()], tokens
+
+
+QUICK = TransformerAttackPolicy(width=48, max_steps=300, negatives=0, rate=3e-3, patience=6)
+
+
+def test_a_transformer_reads_a_token_off_the_states_around_it() -> None:
+    table, known, tokens = _shifted(60, 8, 1)
+    _, secret, hidden_tokens = _shifted(12, 8, 2)
+    attack = transformer_inversion(table, known, tokens, 8, QUICK)
+    found = attack(secret).argmax(dim=1)
+    by_state = linear_inversion(table, known, tokens)(secret).argmax(dim=1)
+    assert float((found == hidden_tokens).float().mean()) > 0.6
+    assert float((by_state == hidden_tokens).float().mean()) < 0.2
+
+
+def test_a_transformer_that_learns_nothing_is_the_linear_map() -> None:
+    """Tokens at random say nothing of each other, so that what it learns does not hold where it is judged."""
+    generator = torch.Generator().manual_seed(3)
+    table, states = torch.randn(60, 24, generator=generator), torch.randn(400, 24, generator=generator)
+    tokens = torch.randint(0, 60, (400,), generator=generator)
+    drawn = torch.get_rng_state()
+    attack = transformer_inversion(table, states, tokens, 8, TransformerAttackPolicy(max_steps=0))
+    again = transformer_inversion(table, states, tokens, 8, TransformerAttackPolicy(max_steps=0))
+    assert torch.equal(torch.get_rng_state(), drawn)
+    held = torch.zeros(50, dtype=torch.bool)
+    held[torch.linspace(0, 49, 8).long()] = True
+    rows = ~held.repeat_interleave(8)
+    linear = linear_inversion(table, states[rows], tokens[rows])
+    assert torch.allclose(attack(states), linear(states), atol=1e-5)
+    assert torch.equal(attack(states), again(states))
+
+
+def test_the_same_training_gives_the_same_attack() -> None:
+    table, known, tokens = _shifted(20, 8, 4)
+    few = TransformerAttackPolicy(width=16, max_steps=6, judged_every=2)
+    assert torch.equal(
+        transformer_inversion(table, known, tokens, 8, few)(known),
+        transformer_inversion(table, known, tokens, 8, few)(known),
+    )
+
+
 @pytest.mark.parametrize("depth", [0, 1, LAYERS])
 def test_forward_search_finds_a_text_whatever_the_order_of_candidates(span: Span, depth: int) -> None:
     ids = text(3, 24)
@@ -75,10 +123,14 @@ def test_forward_search_tries_no_more_than_it_may(span: Span) -> None:
 
 def test_shares_are_of_the_tokens_behind_the_first_of_each_window(span: Span) -> None:
     seen = []
-    leaks = measure(span, text(5, 1000), text(6, 2 * WINDOW + 9), (0, 2), WINDOW, report=seen.append)
+    few = TransformerAttackPolicy(width=32, max_steps=4, judged_every=2)
+    leaks = measure(
+        span, text(5, 1000), text(6, 2 * WINDOW + 9), (0, 2), WINDOW, training_policy=few, report=seen.append
+    )
     assert seen == leaks
     assert [leak.depth for leak in leaks] == [0, 2]
     assert (leaks[0].nearest, leaks[0].search, leaks[1].search) == (1.0, 1.0, 1.0)
+    assert leaks[0].transformer > 0.9
     assert leaks[1].nearest < 0.5 < leaks[1].most
 
 

@@ -39,6 +39,7 @@ from swarm_client.auditing.reports import Evidence, SignedReport, hop_report, si
 from swarm_client.auditing.result import AuditResult
 from swarm_client.home.ends import HomeEnds
 from swarm_client.home.local_layers import foreign, is_home
+from swarm_client.home.trusted_ends import TrustedEnds
 from swarm_client.network.connection import ClientNetwork
 from swarm_client.routing.prefix_locations import PrefixLocations
 from swarm_client.routing.router import ChainRouter
@@ -98,11 +99,15 @@ class Auditor:
     policy: AuditPolicy = POLICY
     draw: Callable[[], float] = random.SystemRandom().random
     prefix_locations: PrefixLocations = field(default_factory=PrefixLocations)
-    home: HomeEnds | None = None  # the hops at this client itself, which count as the client
+    ends: HomeEnds | TrustedEnds | None = None  # the hops at this client itself, which count as the client; or nodes
     _findings: deque[AuditResult] = field(default_factory=lambda: deque(maxlen=KEPT_FINDINGS))
     _convicted: OrderedDict[PeerId, float] = field(default_factory=OrderedDict)  # -> when, loop time
     _trials: OrderedDict[PeerId, int] = field(default_factory=OrderedDict)  # audits of hops
     _tasks: TaskSet = field(default_factory=lambda: TaskSet("audits"))
+
+    @property
+    def home(self) -> HomeEnds | None:
+        return self.ends if isinstance(self.ends, HomeEnds) else None
 
     async def close(self) -> None:
         await self._tasks.close()
@@ -296,7 +301,7 @@ class Auditor:
         network = self.network
         prompt = answer.text[: answer.prompt]
         session = await InferenceSession.open(
-            chain, nodes, answer.spec, prompt, network.pool, network.demux, self.limits, home=self.home
+            chain, nodes, answer.spec, prompt, network.pool, network.demux, self.limits, ends=self.ends
         )
         try:
             await replay(session, answer.text, answer.prompt)

@@ -64,6 +64,16 @@ _LocalLayers = Annotated[
         metavar="F:L",
     ),
 ]
+_Trust = Annotated[
+    list[str] | None,
+    typer.Option(help="Peer id of a node that alone may see ids, at the ends of chains; repeatable.", metavar="PEER"),
+]
+_Apart = Annotated[
+    str | None,
+    typer.Option(help="block, region, both or none: by what neighbouring nodes of a chain must differ.", metavar="BY"),
+]
+_KnownFirst = Annotated[bool, typer.Option("--known-first", help="Begin chains with nodes known for long.")]
+_VaryFirst = Annotated[bool, typer.Option("--vary-first", help="Begin each conversation with another node.")]
 _NoDiscovery = Annotated[bool, typer.Option("--no-discovery", help="Do not look for the swarm in the local network.")]
 _Text = Annotated[
     str | None, typer.Argument(metavar="PROMPT", show_default=False, help="Answer this one prompt and exit.")
@@ -113,6 +123,10 @@ def run(
     libp2p: _Libp2p = None,
     dtype: Annotated[str | None, typer.Option(help="Use only nodes with this dtype.")] = None,
     local_layers: _LocalLayers = None,
+    trust: _Trust = None,
+    apart: _Apart = None,
+    known_first: _KnownFirst = False,
+    vary_first: _VaryFirst = False,
     config: Annotated[Path | None, _option("--config", help="A TOML file of these settings.")] = None,
     verbose: Annotated[bool, _option("--verbose", "-v", help="Log to stderr.")] = False,
     as_json: Annotated[bool, _option("--json", help="With a prompt: one JSON object on stdout.")] = False,
@@ -124,6 +138,8 @@ def run(
         given: dict[str, Any] = {"model": model, "peers": tuple(peer) if peer else None, "decoding": decoding}
         given |= {"dtype": dtype, "drafter": drafter, "libp2p_impl": libp2p, "network": network, "identity": identity}
         given |= {"discovery": False if no_discovery else None, "local_layers": local_layers}
+        given |= {"trust": tuple(trust) if trust else None, "apart": apart}
+        given |= {"known_first": known_first or None, "vary_first": vary_first or None}
         settings = client_config(ClientConfig, given, invite, config)
         options: dict[str, Any] = {
             "max_new_tokens": max_new_tokens,

@@ -8,6 +8,7 @@ exchanges the messages.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -25,7 +26,9 @@ from swarm_client.auditing.result import AuditResult
 from swarm_client.health.straggler_detector import StragglerSuspicion
 from swarm_client.home.ends import HomeEnds
 from swarm_client.home.local_layers import foreign, is_home
+from swarm_client.home.trusted_ends import TrustedEnds
 from swarm_client.network.connection import ClientNetwork
+from swarm_client.routing.conversations import Conversations
 from swarm_client.routing.prefill_chunks import prompt_chunks
 from swarm_client.routing.prefix_locations import PrefixLocations
 from swarm_client.routing.router import ChainRouter
@@ -52,11 +55,19 @@ class SessionManager:
     plan_chunks: bool = True  # chunk prompts by the chain's costs
     prefix_locations: PrefixLocations = field(default_factory=PrefixLocations)  # of all generations of a client
     auditor: Auditor | None = None  # likewise
-    home: HomeEnds | None = None  # the hops at this client itself
+    ends: HomeEnds | TrustedEnds | None = None  # the hops at this client itself, or whom it trusts
+    conversations: Conversations | None = None  # of a client that varies the first hop
+
+    @property
+    def trusted(self) -> Collection[PeerId]:
+        """Who may see token ids; () for no rule."""
+        return self.ends.peers if isinstance(self.ends, TrustedEnds) else ()
 
     async def open(self, generation: GenerationState) -> InferenceSession:
         """A session on the best chain. Raises HopFailed when a hop of it refused; that hop is then blocked."""
-        quickest, snapshot = await self.router.route(generation.max_tokens)
+        prompt = generation.request.prompt
+        stay, change = self.conversations.first_hop(prompt) if self.conversations is not None else ("", "")
+        quickest, snapshot = await self.router.route(generation.max_tokens, stay, change)
         chain = self._prefer_cached_chain(quickest, generation)
         nodes = {n.peer: n for n in snapshot.nodes}
         first = nodes[foreign(chain.hops)[0].peer]
@@ -81,7 +92,7 @@ class SessionManager:
                 self.limits,
                 generation.epoch,
                 self.prefix_locations.salts(chain),
-                self.home,
+                self.ends,
             )
         except HopFailed as failed:
             if is_home(failed.peer):
@@ -89,6 +100,7 @@ class SessionManager:
             self.router.block(failed.peer, failed.cause)
             raise
         self.prefix_locations.record(block_hashes(generation.known), chain)
+        self._note_conversation(session, generation)
         return session
 
     def watch(self, session: InferenceSession) -> ChainWatch:
@@ -112,6 +124,7 @@ class SessionManager:
 
         -> the audit of its answer, if there is one: it closes the session.
         """
+        self._note_conversation(session, generation)
         if session.prefix_salts == self.prefix_locations.salts(session.chain):  # or they cache it for nobody
             self.prefix_locations.record(block_hashes(generation.known), session.chain)
         receipt = partial(self._receipt, generation) if self.network.sign else None
@@ -121,6 +134,10 @@ class SessionManager:
             return auditor.start(session, generation.known, prompt, drafted=drafted, receipt=receipt)
         await session.close(generation.known, receipt)
         return None
+
+    def _note_conversation(self, session: InferenceSession, generation: GenerationState) -> None:
+        if self.conversations is not None:
+            self.conversations.note(generation.request.prompt, self.router.first_stranger(session.chain) or "")
 
     def _receipt(self, generation: GenerationState, session: bytes, hop: Hop) -> WorkReceipt:
         """For what every hop has certainly computed."""
@@ -135,12 +152,17 @@ class SessionManager:
         if match is None or match[0].hops == quickest.hops:
             return quickest
         cached, cached_tokens = self.router.reprice(match[0], generation.max_tokens), match[1]
+        if self.conversations is not None and cached is not None and self._begin_apart(cached, quickest):
+            return quickest
         tokens = generation.max_tokens - len(generation.known)
         if cached is None or not prefer_cached_prefix(
             cached_tokens, tokens, cached.cost_ms, quickest.cost_ms, self.router.costs(quickest)
         ):
             return quickest
         return cached
+
+    def _begin_apart(self, one: Chain, other: Chain) -> bool:
+        return self.router.first_stranger(one) != self.router.first_stranger(other)
 
     def convicted(self, session: InferenceSession, since: float) -> HopFailed | None:
         """Mark a hop of the session as failed that has failed an audit after `since` (loop time). -> that failure."""

@@ -149,7 +149,7 @@ class TextStream(GenerationStream):
             stop_string=self._stops.hit,
             logprobs=tuple(self._logprobs),
             prompt_logprobs=generation.prompt_logprobs,
-            exposure=exposure(chain, self._loop.sessions.model),
+            exposure=exposure(chain, self._loop.sessions.model, self._loop.sessions.trusted),
         )
 
     def _explanation(self, chain: Chain) -> str:

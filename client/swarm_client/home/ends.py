@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
@@ -23,6 +23,7 @@ from swarm.types import LayerSpan, ModelId, PeerId, Snapshot
 from swarm_client.home.auto_share import choose_share, swarm_layer_ms
 from swarm_client.home.local_layers import AUTO, NONE, LocalLayers
 from swarm_client.home.loopback import HomeChannel, HomeLink, NoLinks
+from swarm_client.home.trusted_ends import TrustedEnds, trusted_ends
 from swarm_client.network.connection import ClientNetwork
 from swarm_hop.serving.compute_device import ThreadDevice
 from swarm_hop.serving.executor import Executor
@@ -58,10 +59,13 @@ class HomeEnds:
     stages: tuple[Stage, Stage]
     weight_bytes: int
 
-    @property
-    def state_dtype(self) -> torch.dtype:
-        """Of hidden states on the wire."""
-        return state_dtype(parse_dtype(self.dtype))
+    def hold(self, chain: Sequence[PeerId]) -> bool:
+        """Whether they are the ends of a chain; of every one."""
+        return True
+
+    def states(self, dtype: str) -> torch.dtype:
+        """Of hidden states on the wire where nodes compute in `dtype`."""
+        return state_dtype(parse_dtype(dtype))
 
     def describe(self) -> str:
         """What stays at home, for people."""
@@ -75,13 +79,15 @@ class HomeEnds:
 @asynccontextmanager
 async def hold_ends(
     config: ClientConfig, source: ModelSource, tokenizer: ChatTokenizer, network: ClientNetwork, reader: RecordReader
-) -> AsyncIterator[HomeEnds | None]:
-    """Load and serve what `config.local_layers` says; None for "none". `reader`: of the nodes, whose dtype is taken.
+) -> AsyncIterator[HomeEnds | TrustedEnds | None]:
+    """Load and serve what `config.local_layers` says, or name whom `config.trust` does; None for neither. `reader`: of
+    the nodes, whose dtype is taken.
 
     Raises UsageError, ModelError, OutOfMemory, NetworkError.
     """
+    trusted = trusted_ends(config, network.pool.peer, source.config.hidden_size)
     if config.local_layers == NONE:
-        yield None
+        yield trusted
         return
     if config.drafter == "medusa":
         raise UsageError("Medusa heads are at the nodes' tail, which --local-layers replaces; choose another --drafter")

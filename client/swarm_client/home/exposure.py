@@ -5,23 +5,26 @@ Owns the sentence and the measured shares (docs/privacy.md, `swarm-privacy measu
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
-from swarm.types import Chain
+from swarm.types import Chain, PeerId
 from swarm_client.home.local_layers import foreign
 
 RECOVERED: Mapping[str, Mapping[int, float]] = {"smollm2-135m": {0: 1.0, 1: 1.0, 2: 1.0, 4: 1.0}}
 """Model -> layers that a state has passed -> the share of tokens that the best of our attacks recovered from it."""
 
 
-def exposure(chain: Chain, model: str) -> str:
-    """Which peers of `chain` see token ids, which hidden states after how many layers, and what those gave away."""
-    others = foreign(chain.hops)
+def exposure(chain: Chain, model: str, trusted: Collection[PeerId] = ()) -> str:
+    """Which peers of `chain` see token ids, which hidden states after how many layers, and what those gave away.
+    `trusted`: peers to which ids may go."""
+    others = [hop for hop in foreign(chain.hops) if hop.peer not in trusted]
+    own = [hop.peer[-6:] for hop in chain.hops if hop.peer in trusted]
     if not others:
-        return ""
+        return f"only trusted nodes see the text: {_list(own)}" if own else ""
     names = [hop.peer[-6:] for hop in others]
     if len(others) < len(chain.hops):
-        who = f"token ids stay here; {_list(names)} {_see(names)} hidden states after {others[0].start} layers or more"
+        kept = f"token ids go to trusted nodes alone, {_list(own)}" if own else "token ids stay here"
+        who = f"{kept}; {_list(names)} {_see(names)} hidden states after {others[0].start} layers or more"
         return f"{who}, {_leaked(model, others[0].start)}"
     ends, between = [*names[:1], *names[1:][-1:]], names[1:-1]
     ids = f"{_list(ends)} {_see(ends)} token ids"

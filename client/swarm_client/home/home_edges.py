@@ -23,6 +23,7 @@ class HomeEdges:
 
     hidden_size: int
     dtype: torch.dtype
+    replayed: int = 0  # tokens whose rows a new last hop is sent again
     _sent: dict[tuple[int, int], Step] = field(default_factory=dict)  # by epoch and number, without a result yet
 
     def sent(self, step: Step) -> None:
@@ -42,8 +43,15 @@ class HomeEdges:
         """
         own = self._sent.pop((step.epoch, step.step), None)
         if own is None:
-            return None
+            if not self._is_replay(step):
+                return None
+            own = msgspec.structs.replace(step, tokens=[], forward_tokens=False)
         if not from_wire(body, own.rows, self.hidden_size, self.dtype).isfinite().all():
             raise ProtocolError("hidden states that are no numbers")
         tokens = own.tokens if own.forward_tokens else []
         return msgspec.structs.replace(own, tokens=tokens, trace=step.trace, active_sessions=step.active_sessions)
+
+    def _is_replay(self, step: Step) -> bool:
+        """Whether it is one that was asked for: it commits rows, none of them beyond what was, and samples nothing."""
+        plain = not (step.step or step.sample or step.sample_all or step.slots or step.parents or step.commit_slots)
+        return plain and 0 < step.causal_rows <= self.replayed - step.committed_before

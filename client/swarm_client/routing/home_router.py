@@ -9,18 +9,26 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
+from swarm.config import ClientConfig
 from swarm.errors import NetworkError, NoRoute
+from swarm.net.gossip.record_reader import RecordReader
 from swarm.planner.costs.chain_costs import ChainCosts
 from swarm.planner.routing.repair import Repair
+from swarm.planner.routing.rules import APART, ChainRules
 from swarm.planner.trust.belief import PeerBelief
 from swarm.planner.trust.evidence import UNKNOWN
 from swarm.types import Chain, PeerId, Snapshot
 from swarm_client.home.ends import HomeEnds
 from swarm_client.home.local_layers import FIRST, LAST, is_home
+from swarm_client.home.trusted_ends import TrustedEnds
+from swarm_client.network.connection import ClientNetwork
 from swarm_client.routing.router import ChainRouter
 from swarm_client.trust.chain_watch import ChainWatch, StepTimes
+from swarm_client.trust.peer_memory import PeerMemory
+from swarm_kernels.models.source import ModelSource
 
 
 class HomeRouter(ChainRouter):
@@ -41,9 +49,9 @@ class HomeRouter(ChainRouter):
             self._snapshot = self._layers.inner_snapshot(self.whole)
         return error
 
-    async def route(self, min_free_tokens: int = 0) -> tuple[Chain, Snapshot]:
+    async def route(self, min_free_tokens: int = 0, stay: PeerId = "", change: PeerId = "") -> tuple[Chain, Snapshot]:
         try:
-            chain, snapshot = await super().route(min_free_tokens)
+            chain, snapshot = await super().route(min_free_tokens, stay, change)
         except NoRoute as error:
             raise self._layers.outer_error(error) from None
         return self._around(chain), snapshot
@@ -82,6 +90,9 @@ class HomeRouter(ChainRouter):
     ) -> Chain:
         self._check_foreign(hops)
         return self._around(await super().replace_hops(self._inside(chain), hops, avoid, min_free_tokens))
+
+    def first_stranger(self, chain: Chain) -> PeerId | None:
+        return super().first_stranger(self._inside(chain))
 
     def watch(self, chain: Chain) -> ChainWatch:
         watch = super().watch(chain)
@@ -127,3 +138,25 @@ class HomeRouter(ChainRouter):
             peer: PeerBelief(peer, "", UNKNOWN, True, of, of, of, 0.0, False, False)
             for peer, of in zip((FIRST, LAST), ms, strict=True)
         }
+
+
+def router_of(
+    config: ClientConfig,
+    source: ModelSource,
+    network: ClientNetwork,
+    reader: RecordReader,
+    memory: PeerMemory,
+    ends: HomeEnds | TrustedEnds | None,
+) -> ChainRouter:
+    """The router that keeps what `config` asks of chains."""
+    home = ends if isinstance(ends, HomeEnds) else None
+    return (ChainRouter if home is None else partial(HomeRouter, home))(
+        reader,
+        network.pool,
+        dtype=config.dtype if home is None else home.dtype,
+        weight_hash=source.weight_hash,
+        wall_clock=network.wall_clock,
+        memory=memory,
+        rules=ChainRules(APART[config.apart], frozenset(config.trust)),
+        known_first=config.known_first,
+    )

@@ -14,23 +14,27 @@ import random
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from swarm.address_blocks import claimed_block
-from swarm.errors import NetworkError, NoRoute, WrongModel
+from swarm.errors import NetworkError, NoRoute
 from swarm.net.base.tasks import TaskSet
 from swarm.net.gossip.record_reader import RecordReader
 from swarm.net.pool.connection_pool import ConnectionPool
 from swarm.planner.costs.chain_costs import ChainCosts
 from swarm.planner.routing.load_spreading import spread_load
 from swarm.planner.routing.repair import Repair, repair
-from swarm.planner.routing.route import DEFAULT_LINK_MS, RouteTable, explain_snapshot, snapshot_rho
+from swarm.planner.routing.route import RouteTable
+from swarm.planner.routing.rules import ChainRules
 from swarm.planner.trust.belief import PeerBelief, believe, believed_snapshot, is_proven, strangers_of_late
-from swarm.planner.trust.evidence import UNKNOWN
+from swarm.planner.trust.first_hop import FirstHopWishes, choose_first_hop, explain_rules
 from swarm.planner.trust.shortlist import Sources, answering, covers, doubtful
 from swarm.planner.trust.trial import Trial, TrustedChain, choose_chain, repair_chain
-from swarm.types import Chain, Hop, NodeProfile, NodeState, PeerId, Snapshot
+from swarm.types import Chain, NodeProfile, PeerId, Snapshot
 from swarm_client.routing.blocklist import PeerBlocklist
 from swarm_client.routing.contacts import PeerContacts
+from swarm_client.routing.explanations import explain_chain, explain_no_route
+from swarm_client.routing.link_costs import costs_by_snapshot
 from swarm_client.trust.chain_watch import ChainWatch, StepTimes
 from swarm_client.trust.peer_memory import PeerMemory
 
@@ -49,7 +53,8 @@ class RouterPolicy:
 
 class ChainRouter:
     """`wall_clock` dates records (seconds since the epoch); tests hand in their own. `memory`: what was seen of peers
-    before. `draw`: random numbers in [0, 1)."""
+    before. `draw`: random numbers in [0, 1). `rules`: of every chain; `known_first`: prefer one that begins
+    with a peer known for long."""
 
     def __init__(
         self,
@@ -62,14 +67,16 @@ class ChainRouter:
         memory: PeerMemory | None = None,
         draw: Callable[[], float] | None = None,
         policy: RouterPolicy = RouterPolicy(),
+        rules: ChainRules = ChainRules(),
+        known_first: bool = False,
     ) -> None:
+        self._rules, self._known_first = rules, known_first
         self.memory = memory or PeerMemory()
         self._draw = draw or random.Random(os.urandom(16)).random
         self._trials: dict[PeerId, float] = {}  # strangers that answers try now -> since when, loop time
         self._policy = policy
         self._reader = reader
         self._pool = pool
-        self._model = reader.book.model
         self._dtype = dtype
         self._weight_hash = weight_hash
         self._wall_clock = wall_clock
@@ -103,43 +110,46 @@ class ChainRouter:
         return self._snapshot
 
     async def _read(self) -> NetworkError | None:
-        """Read a new snapshot. -> why there is none; not raised, for nobody may be waiting for it."""
+        """-> why there is no new snapshot; not raised, for nobody may be waiting for it."""
         try:
             self._snapshot = await self._reader.snapshot()
         except NetworkError as error:
             return error
         return None
 
-    async def route(self, min_free_tokens: int = 0) -> tuple[Chain, Snapshot]:
+    async def route(self, min_free_tokens: int = 0, stay: PeerId = "", change: PeerId = "") -> tuple[Chain, Snapshot]:
         """The quickest chain now, from and back to this client. Raises NoRoute, WrongModel and NetworkError.
 
-        Nodes with less KV space than `min_free_tokens` and blocked nodes are left out. One that was only slow, or that
-        failed a while ago and answers now, is reinstated when there is no other route.
+        `stay`, `change`: the first stranger that a chain should have, or another one than that. Nodes with less KV
+        space than `min_free_tokens` and blocked nodes are left out. One that was only slow, or that failed a while ago
+        and answers now, is reinstated when there is no other route.
         """
         snapshot = await self._recent()
         if self._blocked(snapshot):
             snapshot = await self.snapshot(fresh=True, stale_after_s=self._policy.route_wait_s)
         await self._reach(snapshot, min_free_tokens)
+        wishes = FirstHopWishes(self._known_first, stay, change)
         try:
-            chosen = self._choose(self._answering(snapshot), min_free_tokens, self._blocked(snapshot))
+            chosen = self._choose(self._answering(snapshot), min_free_tokens, self._blocked(snapshot), wishes)
         except NoRoute as error:
             snapshot = await self.snapshot(fresh=True)
             await self._reach(snapshot, min_free_tokens)
             await self._reinstate(snapshot)
             banned = self._blocked(snapshot, and_slow=False)
-            chosen = self._first_choice(snapshot, min_free_tokens, banned, error)
+            choose = partial(self._choose, min_free_tokens=min_free_tokens, banned=banned, wishes=wishes)
+            chosen = self._first_choice(snapshot, choose, error)
         if chosen.tried is not None:
             self._trials[chosen.tried] = asyncio.get_running_loop().time()
         return chosen.chain, snapshot
 
     def _first_choice(
-        self, snapshot: Snapshot, min_free_tokens: int, banned: Collection[PeerId], why_not: NoRoute
+        self, snapshot: Snapshot, choose: Callable[[Snapshot], TrustedChain], why_not: NoRoute
     ) -> TrustedChain:
         """A chain of nodes that answer, else with some that answered once, else with some that never did."""
         for seen in self._ever_wider(snapshot):
             with contextlib.suppress(NoRoute):
-                return self._choose(seen, min_free_tokens, banned)
-        raise self._explain_no_route(snapshot, why_not) from None
+                return choose(seen)
+        raise explain_no_route(snapshot, why_not, self._weight_hash, self._dtype) from None
 
     async def _recent(self) -> Snapshot:
         """A new snapshot, or the last one if reading takes longer than an answer should wait for it."""
@@ -154,8 +164,9 @@ class ChainRouter:
         shunned = self._shunned([node for node in usable if node.peer in self.memory.known], snapshot)
 
         def suffice() -> bool:
-            found = (node for node in answering(usable, self._contacts.all, self._proven) if node.peer not in shunned)
-            return covers(found, snapshot.num_layers, min_free_tokens)
+            found = [node for node in answering(usable, self._contacts.all, self._proven) if node.peer not in shunned]
+            there = covers(found, snapshot.num_layers, min_free_tokens)
+            return there and self._rules.may_be_kept(found, snapshot.num_layers)
 
         await self._contacts.reach(usable, suffice)
 
@@ -190,18 +201,24 @@ class ChainRouter:
 
     def _sources(self) -> Sources:
         served = (peer for peer, evidence in self.memory.known.items() if evidence.sessions)
-        chosen = {*self._reader.bootstrap_peers, *self._pool.dialled, *served}
+        chosen = {*self._reader.bootstrap_peers, *self._pool.dialled, *served, *self._rules.ends}
         return Sources(chosen, self._reader.book.introducers())
 
-    def _choose(self, seen: Snapshot, min_free_tokens: int, banned: Collection[PeerId]) -> TrustedChain:
+    def _choose(
+        self, seen: Snapshot, min_free_tokens: int, banned: Collection[PeerId], wishes: FirstHopWishes
+    ) -> TrustedChain:
         """The chain to take among the nodes of `seen`. Raises NoRoute."""
         beliefs = self._beliefs(seen)
-        table = self._table(seen, beliefs, min_free_tokens)
         begun_after = asyncio.get_running_loop().time() - self._policy.trial_s
         self._trials = {peer: at for peer, at in self._trials.items() if at > begun_after}
         strangers = strangers_of_late(self.memory.known, self._wall_clock())
         trial = Trial(strangers, len(self._trials), self._draw(), self._draw())
-        return choose_chain(table, beliefs, trial, client_ms=self._contacts.client_ms, banned=banned)
+
+        def solve(not_first: frozenset[PeerId]) -> TrustedChain:
+            table = self._table(seen, beliefs, min_free_tokens, not_first)
+            return choose_chain(table, beliefs, trial, client_ms=self._contacts.client_ms, banned=banned)
+
+        return choose_first_hop(wishes, self._rules, seen.nodes, self.memory.known, self._wall_clock(), solve)
 
     def reprice(self, chain: Chain, min_free_tokens: int = 0) -> Chain | None:
         """`chain` at its present cost, by the last snapshot; None if one of its hops would not take a session."""
@@ -258,8 +275,13 @@ class ChainRouter:
     def _repaired(self, seen: Snapshot, left: Chain, min_free_tokens: int, banned: Collection[PeerId]) -> Repair:
         """Raises NoRoute."""
         beliefs = self._beliefs(seen)
-        table = self._table(seen, beliefs, min_free_tokens)
-        return repair_chain(table, left, beliefs, client_ms=self._contacts.client_ms, banned=banned)
+
+        def solve(not_first: frozenset[PeerId]) -> Repair:
+            table = self._table(seen, beliefs, min_free_tokens, not_first)
+            return repair_chain(table, left, beliefs, client_ms=self._contacts.client_ms, banned=banned)
+
+        wishes = FirstHopWishes(self._known_first and not self._rules.keeps_first(left))
+        return choose_first_hop(wishes, self._rules, seen.nodes, self.memory.known, self._wall_clock(), solve)
 
     async def route_around(self, chain: Chain, hops: Sequence[PeerId], min_free_tokens: int) -> Chain:
         """A chain without any peer of `chain`; else `chain` with others in place of one of `hops`, which are tried in
@@ -338,56 +360,36 @@ class ChainRouter:
             if node.peer in self._contacts.client_ms:
                 self._blocklist.unblock(node.peer)
 
-    def _table(self, snapshot: Snapshot, beliefs: Mapping[PeerId, PeerBelief], min_free_tokens: int) -> RouteTable:
+    def first_stranger(self, chain: Chain) -> PeerId | None:
+        """The first hop that is neither this client's nor trusted."""
+        return self._rules.first_stranger(chain)
+
+    def _table(
+        self,
+        snapshot: Snapshot,
+        beliefs: Mapping[PeerId, PeerBelief],
+        min_free_tokens: int,
+        not_first: frozenset[PeerId] = frozenset(),
+    ) -> RouteTable:
         return RouteTable(
             spread_load(believed_snapshot(snapshot, beliefs), self._pool.peer),
             dtype=self._dtype,
             weight_hash=self._weight_hash,
             min_free_tokens=min_free_tokens,
+            rules=replace(self._rules, not_first=not_first),
         )
 
     def costs(self, chain: Chain) -> ChainCosts:
         """What a step along `chain` costs by the last snapshot; a node that is not in it gets the default costs."""
         assert self._snapshot is not None  # the chain was routed on one
-        nodes = [self._snapshot.node(hop.peer) or _unknown(hop) for hop in chain.hops]
-        index = {node.peer: i for i, node in enumerate(nodes)}
-        rho = snapshot_rho(nodes)
-
-        def link_ms(a: PeerId, b: PeerId) -> float:
-            if not a or not b:
-                return self._contacts.client_ms.get(a or b, DEFAULT_LINK_MS)
-            return float(rho[index[a], index[b]])
-
-        return ChainCosts.of(chain, replace(self._snapshot, nodes=tuple(nodes)), link_ms)
+        return costs_by_snapshot(chain, self._snapshot, self._contacts.client_ms)
 
     def explain(self, chain: Chain) -> str:
         """Why this chain, in plain words."""
         if self._snapshot is None or any(self._snapshot.node(p) is None for p in chain.peers):
             return f"{chain}; a node of it has left the swarm since"
         seen = self._answering(self._snapshot, chain.peers)
-        beliefs = self._beliefs(seen)
-        told = [f"{p[-6:]}: {b.reason}" for p in chain.peers if (b := beliefs.get(p)) and b.evidence != UNKNOWN]
-        among = f"searched among {len(seen.nodes)} nodes that answer, of {len(self._snapshot.nodes)} that are announced"
-        return "\n".join((explain_snapshot(chain, seen, self._contacts.client_ms), among, *told))
-
-    def _explain_no_route(self, snapshot: Snapshot, error: NoRoute) -> NoRoute | WrongModel:
-        """What is really missing: any nodes, nodes with our weights, nodes of our dtype, or layers."""
-        serving = snapshot.serving()
-        if not serving:
-            waiting = len(snapshot.nodes)
-            state = f"; {waiting} are still loading" if waiting else ""
-            return NoRoute(f"no node of this swarm serves the model '{self._model}'{state}", error.missing)
-        same = [n for n in serving if n.weight_hash == self._weight_hash]
-        if not same:
-            return WrongModel(
-                f"{len(serving)} nodes serve '{self._model}' with other weights than yours; "
-                "name the model file they use with --model"
-            )
-        if self._dtype is not None and all(n.dtype != self._dtype for n in same):
-            served = ", ".join(sorted({n.dtype for n in same}))
-            return NoRoute(f"no node serves '{self._model}' in {self._dtype}; there is {served}", error.missing)
-        return error
-
-
-def _unknown(hop: Hop) -> NodeProfile:
-    return NodeProfile(hop.peer, "", NodeState.SERVING, "", "", len(hop.span), hop.span)
+        evidence, now = self.memory.known if self._known_first else None, self._wall_clock()
+        kept = explain_rules(self._rules, chain, seen.nodes, evidence, now)
+        announced = len(self._snapshot.nodes)
+        return explain_chain(chain, seen, announced, self._contacts.client_ms, self._beliefs(seen), self._rules, kept)

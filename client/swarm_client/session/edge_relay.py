@@ -1,5 +1,5 @@
 """The edges of a session's chain that the client forwards itself: between hops that cannot dial each other, and beside
-the hops at home.
+the ends that are at home or with trusted nodes.
 
 Owns which edges these are, how the peers beside a hop are named to it, and what becomes of a step on the way. Sends
 nothing itself.
@@ -15,48 +15,60 @@ from swarm.messages import Step
 from swarm.types import PeerId
 from swarm_client.home.ends import HomeEnds
 from swarm_client.home.home_edges import HomeEdges
-from swarm_client.home.local_layers import FIRST, LAST, is_home
 from swarm_client.home.loopback import HomeLink
+from swarm_client.home.trusted_ends import TrustedEnds
 from swarm_client.network.session_demux import ReceivedMessage
 
 
 @dataclass(slots=True)
 class EdgeRelay:
-    """Of one session. `home`: the hops at home, if there are any."""
+    """Of one session. `ends`: the hops at home or the trusted nodes, if there are any. `dtype`: that the nodes compute
+    in."""
 
-    home: HomeEnds | None
+    ends: HomeEnds | TrustedEnds | None
+    dtype: str
     _edges: HomeEdges | None = field(init=False)
     _relayed: set[PeerId] = field(default_factory=set)  # hops whose output the client forwards
 
     def __post_init__(self) -> None:
-        home = self.home
-        self._edges = HomeEdges(home.hidden_size, home.state_dtype) if home is not None else None
+        ends = self.ends
+        self._edges = HomeEdges(ends.hidden_size, ends.states(self.dtype)) if ends is not None else None
 
     @property
     def links(self) -> Mapping[PeerId, HomeLink]:
         """To the hops at home."""
-        return self.home.links if self.home is not None else {}
+        return self.ends.links if self.ends is not None else {}
 
     def opened(self, peer: PeerId, *, relays: bool) -> None:
         """A hop is ready, and leaves its next edge to the client or not."""
         (self._relayed.add if relays else self._relayed.discard)(peer)
 
-    def sent(self, step: Step) -> None:
-        """The client has sent a step to the first hop."""
-        if self._edges is not None:
+    def sent(self, peers: Sequence[PeerId], step: Step) -> None:
+        """The client has sent a step to the first hop of the chain `peers`."""
+        if self._edges is not None and self._held(peers):
             self._edges.sent(step)
+
+    def repaired(self, replayed: int) -> None:
+        """The chain was repaired; a new last hop is sent so many tokens' rows again."""
+        if self._edges is not None:
+            self._edges.replayed = replayed
+
+    def _held(self, peers: Sequence[PeerId]) -> bool:
+        return self.ends is not None and self.ends.hold(peers)
 
     def beside(self, peers: Sequence[PeerId], index: int) -> tuple[PeerId, PeerId]:
         """How the peers before and after a hop are named to it: "" is the client, who gives ids and gets tokens. To
-        the hops of others a hop at home is this peer, and to a hop at home every other one is: it forwards for it."""
+        strangers a hop at home, or a trusted one at the end, is this peer, and to those every other one is: it forwards
+        for it."""
         named = ("", *peers, "")
         before, after = named[index], named[index + 2]
-        home = self.home
-        if home is None:
+        if self.ends is None or not self._held(peers):
             return before, after
-        at_home = is_home(peers[index])
-        before, after = (home.client if peer and (at_home or is_home(peer)) else peer for peer in (before, after))
-        return before, after
+        ends, client = (peers[0], peers[-1]), self.ends.client
+        own = peers[index] in ends
+        return client if before and (own or before in ends) else before, client if after and (
+            own or after in ends
+        ) else after
 
     def onward(self, peers: Sequence[PeerId], incoming: ReceivedMessage, step: Step) -> tuple[PeerId, Step] | None:
         """To whom a step goes that came here to be forwarded along the chain `peers`, and what it becomes; None:
@@ -65,9 +77,11 @@ class EdgeRelay:
         if incoming.peer not in self._relayed or at == len(peers):
             raise ProtocolError(f"node {incoming.peer} answered out of turn")
         after, onward = peers[at], step
-        if self._edges is not None and incoming.peer == FIRST:
+        if self._edges is None or not self._held(peers):
+            return after, onward
+        if incoming.peer == peers[0]:
             onward = self._edges.leaving(step)
-        elif self._edges is not None and after == LAST:
+        elif after == peers[-1]:
             own = self._edges.returning(step, incoming.body)
             if own is None:
                 return None

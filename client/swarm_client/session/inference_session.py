@@ -41,6 +41,7 @@ from swarm_client.health.stall_locator import HopProgress, StallTimer, stalled_h
 from swarm_client.health.watchdog import wait_with_watchdog
 from swarm_client.home.ends import HomeEnds
 from swarm_client.home.local_layers import foreign
+from swarm_client.home.trusted_ends import TrustedEnds
 from swarm_client.network.session_demux import ReceivedMessage, SessionDemux
 from swarm_client.session.edge_relay import EdgeRelay
 from swarm_client.session.hop_links import HopFailed, HopLinks
@@ -83,7 +84,7 @@ class InferenceSession:
     _links: HopLinks = field(init=False)
     _detached: dict[PeerId, int] = field(default_factory=dict)  # departed nodes -> tokens whose KV they still hold
     _accusers: dict[PeerId, PeerId] = field(default_factory=dict)  # hop -> the first next hop it called unreachable
-    home: HomeEnds | None = None  # the hops at this client itself
+    ends: HomeEnds | TrustedEnds | None = None  # the hops at this client itself, or whom it trusts
     _relay: EdgeRelay = field(init=False)
     _step: int = 0  # the last that was sent
     _hop_progress: dict[PeerId, HopProgress] = field(default_factory=dict)  # replies to the last progress query
@@ -91,7 +92,7 @@ class InferenceSession:
     _stall_timer: StallTimer = field(default_factory=StallTimer)
 
     def __post_init__(self) -> None:
-        self._relay, ping_s = EdgeRelay(self.home), self._limits.ping_timeout_s
+        self._relay, ping_s = EdgeRelay(self.ends, self.spec.dtype), self._limits.ping_timeout_s
         self._links = HopLinks(self.id, lambda: self.chain.peers, ping_s, self._pool, local=self._relay.links)
         self.taps = TapBuffer(self.spec.taps)
 
@@ -107,7 +108,7 @@ class InferenceSession:
         limits: Limits,
         epoch: int = 0,
         prefix_salts: Mapping[PeerId, bytes] = {},
-        home: HomeEnds | None = None,
+        ends: HomeEnds | TrustedEnds | None = None,
     ) -> InferenceSession:
         """Dial every hop, open the session on all of them at once and wait until all are ready. Raises HopFailed.
 
@@ -118,7 +119,7 @@ class InferenceSession:
         if spec.sampling.prompt_logprobs is not None:
             hashes = []  # cached rows have no logits
         inbox = demux.register(session)
-        self = cls(session, chain, spec, pool, demux, limits, inbox, hashes, epoch, prefix_salts, home=home)
+        self = cls(session, chain, spec, pool, demux, limits, inbox, hashes, epoch, prefix_salts, ends=ends)
         self.taps.begin(len(history))
         try:
             held = await self._open_hops(dict.fromkeys(chain.hops, 0), nodes, history)
@@ -132,7 +133,7 @@ class InferenceSession:
     async def send(self, action: SendStep) -> None:
         """Send a step to the first hop. Raises HopFailed."""
         step = step_message(self.id, action, forward_tokens=self.spec.sampling.needs_history)
-        self._relay.sent(step)
+        self._relay.sent(self.chain.peers, step)
         self.taps.sent(action)
         self._step = action.step
         await self._links.send_watched(self.chain.hops[0].peer, step)
@@ -238,6 +239,7 @@ class InferenceSession:
         await self._links.close([p for p in self._links.peers if p not in needed])
         self.chain, self.epoch = repair.chain, epoch
         self.taps.begin(len(tokens), committed)
+        self._relay.repaired(committed if hops[-1] not in kept else 0)
         unchanged = leading_unchanged(self.last_ready_chain.hops, hops, kept)
         self.prefix_salts = {peer: salt for peer, salt in self.prefix_salts.items() if peer in unchanged}
         fresh: dict[Hop, int] = {}
@@ -392,8 +394,6 @@ class InferenceSession:
         if failed.unreachable_next_hop not in self.chain.peers:
             return None
         if self._accusers.get(incoming.peer, failed.unreachable_next_hop) != failed.unreachable_next_hop:
-            detail = f"node {incoming.peer} reaches none of its next hops"
-            raise self.mark_failed(incoming.peer, ConnectionLost(detail))
+            raise self.mark_failed(incoming.peer, ConnectionLost(f"node {incoming.peer} reaches none of its next hops"))
         self._accusers[incoming.peer] = failed.unreachable_next_hop
-        # it is dead, or it will publish again
         raise self.mark_failed(failed.unreachable_next_hop, ReportedLost(failed.detail))

@@ -41,6 +41,10 @@ _Origins = Annotated[
 ]
 _Hosts = Annotated[list[str] | None, typer.Option(help="A further name under which callers may reach it; repeatable.")]
 _LocalLayers = Annotated[str | None, typer.Option(help="As for swarm-chat.", metavar="F:L")]
+_Trust = Annotated[list[str] | None, typer.Option(help="As for swarm-chat; repeatable.", metavar="PEER")]
+_Apart = Annotated[str | None, typer.Option(help="As for swarm-chat.", metavar="BY")]
+_KnownFirst = Annotated[bool, typer.Option("--known-first", help="As for swarm-chat.")]
+_VaryFirst = Annotated[bool, typer.Option("--vary-first", help="As for swarm-chat.")]
 _Libp2p = Annotated[
     str | None, typer.Option(help="go, or python for no Go program: py-libp2p in a thread.", metavar="KIND")
 ]
@@ -67,6 +71,10 @@ def run(
     libp2p: _Libp2p = None,
     dtype: Annotated[str | None, typer.Option(help="Use only nodes with this dtype.")] = None,
     local_layers: _LocalLayers = None,
+    trust: _Trust = None,
+    apart: _Apart = None,
+    known_first: _KnownFirst = False,
+    vary_first: _VaryFirst = False,
     config: Annotated[
         Path | None, typer.Option(help="A TOML file of these settings.", envvar="SWARM_CONFIG", show_envvar=False)
     ] = None,
@@ -77,11 +85,12 @@ def run(
     logging.basicConfig(level=logging.INFO if verbose else logging.CRITICAL)
     given: dict[str, Any] = {"model": model, "host": host, "port": port, "max_running": max_running}
     given |= {"decoding": decoding, "drafter": drafter, "network": network, "libp2p_impl": libp2p, "dtype": dtype}
-    lists = {"peers": peer, "swarms": swarm, "api_keys": api_key}
+    lists = {"peers": peer, "swarms": swarm, "api_keys": api_key, "trust": trust}
     lists |= {"allow_origins": allow_origin, "allow_hosts": allow_host}
     given |= {name: tuple(values) for name, values in lists.items() if values}
     given |= {"discovery": False if no_discovery else None, "json": True if as_json else None}
-    given["local_layers"] = local_layers
+    given |= {"local_layers": local_layers, "apart": apart}
+    given |= {"known_first": known_first or None, "vary_first": vary_first or None}
     try:
         settings = checked(given_config(GatewayConfig, given, invite, config))
         as_json = settings.json
@@ -128,11 +137,12 @@ def start(config: GatewayConfig) -> None:
 
 
 def _report_ready(address: str, models: list[str], config: GatewayConfig) -> None:
-    exposed = (
-        "the first and the last node of a chain see token ids, which is all of the text"
-        if config.local_layers == "none"
-        else f"token ids stay here (--local-layers {config.local_layers}); nodes see hidden states"
-    )
+    exposed = "the first and the last node of a chain see token ids, which is all of the text"
+    if config.local_layers != "none":
+        exposed = f"token ids stay here (--local-layers {config.local_layers}); nodes see hidden states"
+    elif config.trust:
+        ends = ", ".join(peer[-6:] for peer in config.trust)
+        exposed = f"token ids go to trusted nodes alone ({ends}); other nodes see hidden states"
     exposed += ", and from hidden states most of a text can be recovered: docs/privacy.md"
     if config.json:
         line = json.dumps({"event": "ready", "address": address, "models": models, "exposure": exposed})

@@ -15,7 +15,7 @@ from swarm.errors import NoRoute
 from swarm.planner.routing.dag import REBUILD_PENALTY, LayerDag
 from swarm.planner.routing.graph import Floats, LayerGraph
 from swarm.planner.routing.nodes import RouteNode, row_order
-from swarm.planner.routing.route import RouteTable, client_edges, snapshot_rho, times_are_sane
+from swarm.planner.routing.route import RouteTable, snapshot_rho, times_are_sane
 from swarm.planner.routing.simple_paths import best_simple_path
 from swarm.types import Chain, Hop, NodeProfile, NodeState, PeerId, Snapshot
 
@@ -62,12 +62,12 @@ def repair(
         rows = zip(table.groups[key], graph.nodes, strict=True)  # both in the order of their spans
         fresh = [_Candidate(profile, node) for profile, node in rows if profile.peer not in out]
         try:
-            repairs.append(_repair(table.snapshot, graph, fresh, survivors, client_ms))
+            repairs.append(_repair(table, graph, fresh, survivors, client_ms))
         except NoRoute as error:
             errors.append(error)
     if repairs:
         return min(repairs, key=lambda r: (r.layers, round(r.chain.cost_ms, 6), r.chain.peers))
-    raise table.no_route(errors)
+    raise table.no_route(errors, lambda other: repair(other, chain, lost, client_ms=client_ms, banned=banned))
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,15 +80,16 @@ class _Candidate:
 
 
 def _repair(
-    snapshot: Snapshot,
-    table: LayerGraph,
+    table: RouteTable,
+    group: LayerGraph,
     fresh: Sequence[_Candidate],
     survivors: Mapping[PeerId, Hop],
     client_ms: Mapping[PeerId, float] | None,
 ) -> Repair:
-    """The best repair within one group, of which `table` is the graph. Tries first what rebuilds only lost layers."""
+    """The best repair within one group, of which `group` is the graph. Tries first what rebuilds only lost layers."""
     others = [row for row in fresh if row.profile.peer not in survivors]
     reopened = [row for row in fresh if row.profile.peer in survivors]
+    snapshot = table.snapshot
     kept = [_kept(snapshot, hop) for hop in survivors.values()]
     plans = [[*others, *kept], [*others, *reopened, *kept], [*others, *reopened]]
     lost_layers = snapshot.num_layers - sum(hop.end - hop.start for hop in survivors.values())
@@ -96,7 +97,7 @@ def _repair(
     failure: NoRoute | None = None
     for plan in plans:
         try:
-            found = _solve(table, plan, client_ms)
+            found = _solve(table, group, plan, client_ms)
         except NoRoute as error:
             failure = error
             continue
@@ -124,10 +125,12 @@ def _hop_ms(profile: NodeProfile, hop: Hop) -> float | Sequence[float]:
     return profile.layer_ms[hop.start - span.start : hop.end - span.start]
 
 
-def _solve(table: LayerGraph, rows: Sequence[_Candidate], client_ms: Mapping[PeerId, float] | None) -> Repair:
-    num_layers = table.num_layers
+def _solve(
+    table: RouteTable, group: LayerGraph, rows: Sequence[_Candidate], client_ms: Mapping[PeerId, float] | None
+) -> Repair:
+    num_layers = group.num_layers
     rows = sorted(rows, key=lambda row: row_order(row.node))
-    graph = LayerGraph([row.node for row in rows], num_layers, _rho(table, rows))
+    graph = LayerGraph([row.node for row in rows], num_layers, _rho(table, group, rows))
     graph.check_coverage(np.arange(len(rows)))
     rebuilt = graph.dag.holds.copy()  # layers whose KV would have to be rebuilt, [L, R]
     may_enter = np.ones((num_layers + 1, len(rows)), np.bool_)
@@ -138,24 +141,24 @@ def _solve(table: LayerGraph, rows: Sequence[_Candidate], client_ms: Mapping[Pee
             may_enter[:, i] = np.arange(num_layers + 1) == row.node.start
             may_leave[:, i] = np.arange(num_layers + 1) == row.node.end
     tau = graph.dag.tau + np.where(rebuilt, REBUILD_PENALTY, 0)
-    edges = client_edges(graph, client_ms)
-    edge_ms = np.zeros(len(rows)) if edges is None else edges
-    ticks = graph.ticks(edge_ms)
-    path = best_simple_path(LayerDag(graph.owner, tau, graph.dag.rho, may_enter, may_leave), ticks, ticks)
+    entry_ms, exit_ms = table.edges(graph, client_ms)
+    dag = LayerDag(graph.owner, tau, graph.dag.rho, may_enter, may_leave)
+    path = best_simple_path(dag, graph.ticks(entry_ms), graph.ticks(exit_ms))
     if path is None:
         raise NoRoute("the nodes left hold every layer, but no chain through them was found")
-    chain = graph.chain(path, np.arange(len(rows)), "latency", edge_ms, edge_ms)
+    chain = graph.chain(path, np.arange(len(rows)), "latency", entry_ms, exit_ms)
     used = [(rows[visit.row].kept, hop) for visit, hop in zip(path.visits, chain.hops, strict=True)]
     kept, rebuild = (tuple(hop for was_kept, hop in used if was_kept is side) for side in (True, False))
     return Repair(chain, kept, rebuild)
 
 
-def _rho(table: LayerGraph, rows: Sequence[_Candidate]) -> Floats:
-    """ρ between all rows in ms, `[R, R]`; out of `table`, unless it lacks the node of a kept hop."""
+def _rho(table: RouteTable, group: LayerGraph, rows: Sequence[_Candidate]) -> Floats:
+    """ρ between all rows in ms, `[R, R]`; out of `group`, unless it lacks the node of a kept hop."""
     peers = {row.profile.peer: row.profile for row in rows}
-    place = {peer: i for i, peer in enumerate(table.ids)}
-    rho = table.rho_ms
+    place = {peer: i for i, peer in enumerate(group.ids)}
+    rho = group.rho_ms
     if not place.keys() >= peers.keys():
-        place, rho = {peer: i for i, peer in enumerate(peers)}, snapshot_rho(list(peers.values()))
+        profiles = list(peers.values())
+        place, rho = {peer: i for i, peer in enumerate(peers)}, table.rules.links(profiles, snapshot_rho(profiles))
     at = np.array([place[row.profile.peer] for row in rows], np.int64)
     return rho.take(at, axis=0).take(at, axis=1)

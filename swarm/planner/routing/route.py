@@ -7,16 +7,19 @@ node in `repair`. Knows neither where profiles come from (`records`, `net.discov
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from operator import itemgetter
+from typing import Any
 
 import numpy as np
 
 from swarm.errors import NoRoute, UsageError
 from swarm.planner.routing.graph import Floats, LayerGraph, link_matrix, no_route_sentence
 from swarm.planner.routing.nodes import Links, Objective, RouteNode, links
+from swarm.planner.routing.rules import ChainRules
 from swarm.types import Chain, NodeProfile, PeerId, Snapshot, coverage, missing_ranges
 
 __all__ = [
@@ -98,8 +101,8 @@ def route_snapshot(
 class RouteTable:
     """The routes of one snapshot; what all of them share is computed once.
 
-    A chain never mixes weight hashes or dtypes and visits no peer twice. Left out: nodes that are not serving, that
-    publish less than `min_free_tokens` of free KV, or whose times are invalid.
+    A chain never mixes weight hashes or dtypes, visits no peer twice and keeps `rules`. Left out: nodes that are not
+    serving, that publish less than `min_free_tokens` of free KV, or whose times are invalid.
     """
 
     def __init__(
@@ -109,8 +112,14 @@ class RouteTable:
         dtype: str | None = None,
         weight_hash: str | None = None,
         min_free_tokens: int = 0,
+        rules: ChainRules = ChainRules(),
     ) -> None:
-        self.snapshot = snapshot
+        self.snapshot, self.rules = snapshot, rules
+        self._made_with: dict[str, Any] = {
+            "dtype": dtype,
+            "weight_hash": weight_hash,
+            "min_free_tokens": min_free_tokens,
+        }
         fitting = (
             (n.span.start, n.span.end, n.peer, n)
             for n in snapshot.serving()
@@ -127,7 +136,7 @@ class RouteTable:
                 groups.setdefault((node.weight_hash, node.dtype), []).append(node)
         self.groups = dict(sorted(groups.items()))
         self.graphs: dict[tuple[str, str], LayerGraph] = {
-            key: LayerGraph(profile_nodes(group), snapshot.num_layers, snapshot_rho(group))
+            key: LayerGraph(profile_nodes(group), snapshot.num_layers, rules.links(group, snapshot_rho(group)))
             for key, group in self.groups.items()
         }
 
@@ -146,17 +155,26 @@ class RouteTable:
         chains: list[Chain] = []
         errors: list[NoRoute] = []
         for graph in self.graphs.values():
-            edges = client_edges(graph, client_ms)
             try:
-                chains.append(graph.best(objective, edges, edges, banned))
+                chains.append(graph.best(objective, *self.edges(graph, client_ms), banned))
             except NoRoute as error:
                 errors.append(error)
         if chains:
             return min(chains, key=lambda chain: (round(chain.cost_ms, 6), len(chain), chain.peers))
-        raise self.no_route(errors)
+        raise self.no_route(errors, lambda table: table.route(client_ms=client_ms, banned=banned, objective=objective))
 
-    def no_route(self, errors: Sequence[NoRoute]) -> NoRoute:
-        """The error of the group that came closest to a route, with what would help."""
+    def edges(self, graph: LayerGraph, client_ms: Mapping[PeerId, float] | None) -> tuple[Floats, Floats]:
+        """ρ from the client to each row of `graph` and back, ms, by the rules; 0 if they do not count."""
+        edge_ms = client_edges(graph, client_ms)
+        return self.rules.edges(graph.ids, np.zeros(len(graph.ids)) if edge_ms is None else edge_ms)
+
+    def no_route(self, errors: Sequence[NoRoute], again: Callable[[RouteTable], object]) -> NoRoute:
+        """The rule without which `again` finds a chain; else the error of the group that came closest to one, with what
+        would help."""
+        for rules, sentence in self.rules.relaxed():
+            with contextlib.suppress(NoRoute):
+                again(RouteTable(self.snapshot, **self._made_with, rules=rules))
+                return NoRoute(sentence)
         num_layers = self.snapshot.num_layers
         held = missing_ranges(coverage((n.span for n in self._fitting if n.span), num_layers))
         if held or not self._fitting:
@@ -290,7 +308,12 @@ def explain(
     return "\n".join(lines)
 
 
-def explain_snapshot(chain: Chain, snapshot: Snapshot, client_ms: Mapping[PeerId, float] | None = None) -> str:
+def explain_snapshot(
+    chain: Chain,
+    snapshot: Snapshot,
+    client_ms: Mapping[PeerId, float] | None = None,
+    rules: ChainRules = ChainRules(),
+) -> str:
     """`explain` for a chain of `route_snapshot`, with the nodes' own names, which links were not measured, and what the
     best chain without each hop's node would take.
     """
@@ -306,7 +329,7 @@ def explain_snapshot(chain: Chain, snapshot: Snapshot, client_ms: Mapping[PeerId
         lines.append(f"links nobody has measured: {', '.join(estimated)}")
     first = snapshot.node(chain.hops[0].peer)
     if first is not None:
-        table = RouteTable(snapshot, dtype=first.dtype, weight_hash=first.weight_hash)
+        table = RouteTable(snapshot, dtype=first.dtype, weight_hash=first.weight_hash, rules=rules)
         for hop in chain.hops:
             try:
                 other = table.route(client_ms=client_ms, banned={hop.peer})
