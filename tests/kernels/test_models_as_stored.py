@@ -1,4 +1,4 @@
-"""Weights of quantized checkpoints that are taken over without another rounding: to the last bit; or rounded after all."""
+"""Weights of quantized checkpoints that are taken over without another rounding: to the last bit, or else rounded."""
 
 from __future__ import annotations
 
