@@ -24,7 +24,7 @@ def bench(seconds: float) -> str:
             "bf16": dispatch.pack_linear(half),
             "int8": dispatch.quantize_linear(weight),
             "int4": dispatch.quantize_linear(weight, bits=4),
-            "mxfp4": dispatch.pack_four_bits(quantize_mxfp4(weight), None, inputs),
+            "mxfp4": dispatch.pack_stored(quantize_mxfp4(weight), None, inputs),
             "fp32": dispatch.pack_linear(weight),
         }
         for count in ROWS:

@@ -35,7 +35,7 @@ class RoundedToMxfp4:
         in_layers = layer_of(hf_name, self._source.config.num_layers) is not None
         return CODES4 if in_layers else self._source.native(hf_name)
 
-    def four_bits(self, hf_name: str, expert: int | None = None) -> CodedWeights:
+    def as_stored(self, hf_name: str, expert: int | None = None) -> CodedWeights:
         return quantize_mxfp4(self._source.tensor(hf_name))
 
 

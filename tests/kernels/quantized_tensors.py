@@ -5,8 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+
+from swarm_kernels.models.quantized.checkpoint import parts_of, unpacked_table
+from swarm_kernels.models.quantized.schemes import scheme_of
 
 
 @dataclass(frozen=True)
@@ -25,6 +29,19 @@ NAMES = {
 
 def table_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, Entry]:
     return {name: Entry(tuple(tensor.shape), NAMES[tensor.dtype]) for name, tensor in tensors.items()}
+
+
+def unpacked(config: dict[str, Any], tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """By plain name, all that a checkpoint holds."""
+    scheme, stored = scheme_of(config, "config.json"), table_of(tensors)
+    packed = unpacked_table(scheme, stored, tensors.__getitem__, "the model")
+    found = {}
+    for name, tensor in packed.items():
+        value = tensor.unpack({role: tensors[part] for role, part in tensor.parts.items()})
+        assert (tuple(value.shape), value.dtype) == (tensor.shape, tensor.dtype)
+        found[name] = value
+    left = set(stored) - parts_of(scheme, stored, packed) - set(packed)
+    return found | {name: tensors[name] for name in left}
 
 
 @dataclass

@@ -178,7 +178,7 @@ def test_an_expert_is_read_without_the_others(quant: Quant, tmp_path: Path) -> N
         assert source.files[0].bytes_read - before == stored.nbytes // 8
         assert source.native(name) == (torch.int8 if quant == Quant.Q8_0 else INT4)
         each = everything.reshape(8, -1)[5].copy()
-        packed, expected = source.four_bits(name), four_bits_from_gguf(each, stored.ggml_type, (32, 64))
+        packed, expected = source.as_stored(name), four_bits_from_gguf(each, stored.ggml_type, (32, 64))
         assert (packed is None) == (expected is None) == (quant == Quant.Q8_0)
         if packed is not None and expected is not None:
             assert torch.equal(packed.numbers, expected.numbers)

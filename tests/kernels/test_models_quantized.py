@@ -11,30 +11,16 @@ import torch
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.entrypoints.convert.converters.autoawq import AutoAWQConverter
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
-from quantized_tensors import Entry, Gptq, awq, gptq, table_of
+from quantized_tensors import Entry, Gptq, awq, gptq, table_of, unpacked
 from safetensors.torch import load_file
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from swarm.errors import CorruptModel, ModelError, UnsupportedModel
-from swarm_kernels.models.quantized.checkpoint import parts_of, unpacked_table
+from swarm_kernels.models.quantized.checkpoint import unpacked_table
 from swarm_kernels.models.quantized.schemes import scheme_of
-from swarm_kernels.ops.base.int4_linear import quantize_weight
 
 FP8 = torch.float8_e4m3fn
-
-
-def unpacked(config: dict[str, Any], tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """By plain name, all that a checkpoint holds."""
-    scheme, stored = scheme_of(config, "config.json"), table_of(tensors)
-    packed = unpacked_table(scheme, stored, tensors.__getitem__, "the model")
-    found = {}
-    for name, tensor in packed.items():
-        value = tensor.unpack({role: tensors[part] for role, part in tensor.parts.items()})
-        assert (tuple(value.shape), value.dtype) == (tensor.shape, tensor.dtype)
-        found[name] = value
-    left = set(stored) - parts_of(scheme, stored, packed) - set(packed)
-    return found | {name: tensors[name] for name in left}
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -299,46 +285,3 @@ def _library(form: str, args: QuantizationArgs, tensors: Mapping[str, torch.Tens
     local = {name.removeprefix("m."): tensor for name, tensor in tensors.items()}
     weight: torch.Tensor = BaseCompressor.get_value_from_registry(form).decompress(local, scheme)["weight"]
     return weight
-
-
-def four_bits(config: dict[str, Any], tensors: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
-    """The one weight, taken over in 4 bits, in fp32."""
-    scheme = scheme_of(config, "config.json")
-    packed = unpacked_table(scheme, table_of(tensors), tensors.__getitem__, "the model")["m.weight"]
-    assert packed.four_bits is not None
-    weights = packed.four_bits({role: tensors[part] for role, part in packed.parts.items()})
-    return None if weights is None else weights.embedding_rows(torch.arange(packed.shape[0]))
-
-
-def test_four_bits_are_taken_over_with_their_numbers() -> None:
-    """Only the product of scale and zero point is rounded, to fp16."""
-    cases = [
-        ({"quant_method": "gptq", "bits": 4, "group_size": 64}, gptq(128, 24, 4, 64, True, False, 1)),
-        ({"quant_method": "gptq", "bits": 4, "group_size": -1}, gptq(96, 16, 4, 96, True, False, 2)),
-        ({"quant_method": "awq", "bits": 4, "group_size": 32}, awq(128, 40, 32, 3)),
-    ]
-    for config, made in cases:
-        made.tensors.pop("m.g_idx", None)
-        found = four_bits(config, made.tensors)
-        assert found is not None
-        wanted = made.weight.float()
-        assert (found - wanted).abs().max() <= 2.0**-11 * 15 * made.tensors["m.scales"].float().max()
-        again = quantize_weight(wanted).embedding_rows(torch.arange(len(wanted)))
-        assert (found - wanted).norm() < 0.1 * (again - wanted).norm()
-
-
-def test_what_does_not_fit_our_groups_is_rounded_instead() -> None:
-    narrow = gptq(96, 16, 4, 16, True, False, 4)
-    narrow.tensors.pop("m.g_idx")
-    assert four_bits({"quant_method": "gptq", "bits": 4, "group_size": 16}, narrow.tensors) is None
-    cut = awq(96, 16, 64, 5)
-    assert four_bits({"quant_method": "awq", "bits": 4, "group_size": 64}, cut.tensors) is None
-    tiny = awq(64, 16, 32, 6)
-    tiny.tensors["m.scales"] = tiny.tensors["m.scales"].float() * 1e-7
-    assert four_bits({"quant_method": "awq", "bits": 4, "group_size": 32}, tiny.tensors) is None
-    ordered = gptq(64, 16, 4, 32, True, True, 7)
-    scheme = scheme_of({"quant_method": "gptq", "bits": 4, "group_size": 32}, "config.json")
-    assert (
-        unpacked_table(scheme, table_of(ordered.tensors), ordered.tensors.__getitem__, "m")["m.weight"].four_bits
-        is None
-    )

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from code_cases import random_codes
+from code_cases import random_codes, random_fp8, summed_in_groups
 from kernel_cases import Part, chain, make_plan, random_blocks, random_tree
 
 from swarm_kernels.batch import AttentionMetadata
@@ -89,7 +89,10 @@ def test_whole_numbers_come_to_the_same_bits(program: Program) -> None:
     for form in CodeFormat:
         weights, x = random_codes(form, 40, 512), torch.randn(13, 512, generator=generator)
         for rows in (1, 6, 13):
-            calls.linear(dispatch.pack_four_bits(weights, None, 512), x[:rows], CodebookLinear(weights, None)(x[:rows]))
+            calls.linear(dispatch.pack_stored(weights, None, 512), x[:rows], CodebookLinear(weights, None)(x[:rows]))
+    fp8, x = random_fp8(40, 260), torch.randn(13, 260, generator=generator)
+    for rows in (1, 6, 13):
+        calls.linear(dispatch.pack_stored(fp8, None, 260), x[:rows], summed_in_groups(fp8, x[:rows]))
     for got, want in zip(calls.results(), calls.expected, strict=True):
         assert torch.equal(got, want)
 

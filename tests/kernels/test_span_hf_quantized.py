@@ -178,7 +178,7 @@ def test_4_bits_of_a_checkpoint_are_taken_over_expert_by_expert() -> None:
     source = apart(random_source("mixtral")[1])
     source.native = lambda name: INT4 if ".w1." in name or ".w3." in name else torch.int8  # type: ignore[method-assign]
     asked: list[str] = []
-    source.four_bits = lambda name: asked.append(name)  # type: ignore[method-assign,func-returns-value]
+    source.as_stored = lambda name: asked.append(name)  # type: ignore[method-assign,func-returns-value]
     experts = modules_of(source, INT4)["mlp.experts"].swarm_experts
     assert {name.rsplit(".", 2)[1] for name in asked} == {"w1", "w3"} or len(asked) >= 8
     assert all(isinstance(linear, PackedLinear) for linear in (*experts.first, *experts.second))

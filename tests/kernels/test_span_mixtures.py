@@ -235,7 +235,7 @@ def test_4_bits_of_a_checkpoint_are_taken_over_expert_by_expert() -> None:
     source = apart("mixtral", ModelTensors(random_model(tiny_config("mixtral"))))
     source.native = lambda name: INT4 if ".w1." in name or ".w3." in name else torch.int8  # type: ignore[method-assign]
     asked: list[str] = []
-    source.four_bits = lambda name: asked.append(name)  # type: ignore[method-assign,func-returns-value]
+    source.as_stored = lambda name: asked.append(name)  # type: ignore[method-assign,func-returns-value]
     span = load_span(source, LayerSpan(0, 1), INT4)
     assert isinstance(span, LlamaSpan)
     mixture = span.weights[0].mlp

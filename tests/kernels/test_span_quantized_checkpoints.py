@@ -231,10 +231,10 @@ def test_an_expert_of_a_tensor_of_all_is_read_without_the_others(tmp_path: Path)
         part = source.sliced(name)[2:3]
         assert torch.equal(part, source.tensor(name)[2:3])
         assert source.files[0].bytes_read - before == size + 4 * size
-        assert source.four_bits(name, 3) is not None
+        assert source.as_stored(name, 3) is not None
         assert source.files[0].bytes_read - before == 6 * size
-        assert source.four_bits(name) is None
-        assert source.four_bits("model.norm.weight") is None
+        assert source.as_stored(name) is None
+        assert source.as_stored("model.norm.weight") is None
 
 
 def test_rows_of_a_matrix_are_read_without_the_others(tmp_path: Path) -> None:

@@ -12,8 +12,10 @@ from pathlib import Path
 
 import torch
 
+from swarm_kernels.device.device import FLOAT8
 from swarm_kernels.models.config import ModelConfig
 from swarm_kernels.models.source import LocalFiles, ModelSource
+from swarm_kernels.ops.base.fp8_linear import GROUP_SIZE, Fp8Weights
 
 _PATTERN = 1 << 20  # values that are drawn, and repeated: drawing all would take longer than timing
 _DTYPES = {8: torch.float64, 4: torch.float32, 2: torch.bfloat16}
@@ -74,8 +76,13 @@ class RandomWeights(LocalFiles):
     def sliced(self, hf_name: str) -> torch.Tensor:
         return self.tensor(hf_name)
 
-    def four_bits(self, hf_name: str, expert: int | None = None) -> None:
-        """They are rounded."""
+    def as_stored(self, hf_name: str, expert: int | None = None) -> Fp8Weights | None:
+        """Those of 4 bits are rounded; E4M3 is multiplied in another way than what would be rounded to 8 bits."""
+        if self._model.native(hf_name) != FLOAT8 or expert is not None:
+            return None
+        weight = self.tensor(hf_name)
+        groups = -(-weight.shape[1] // GROUP_SIZE)
+        return Fp8Weights(weight.to(FLOAT8).view(torch.uint8), torch.ones(len(weight), groups))
 
     def close(self) -> None:
         """Does nothing: the caller owns the model."""

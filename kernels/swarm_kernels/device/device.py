@@ -21,6 +21,10 @@ CODES4: torch.dtype = torch.uint4  # type: ignore[attr-defined]
 """Names the formats of `ops.base.codebook_linear`, in which a 4-bit span keeps matrices that are stored so; no tensor
 has this dtype, and no span."""
 
+FLOAT8: torch.dtype = torch.float8_e4m3fn
+"""Names the format of `ops.base.fp8_linear`, in which spans of 8 and 4 bits keep matrices that are stored so; no
+span has it."""
+
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "int8": torch.int8, "int4": INT4}
 """The number formats of weights; `state_dtype` is that of everything else."""
 
@@ -54,7 +58,9 @@ def bytes_per_weight(weights: torch.dtype) -> tuple[float, float]:
     if weights == INT4:
         return 5 / 8, 1.0  # 32 weights, a scale and a minimum are 20 bytes
     if weights == CODES4:
-        return 9 / 16, 1.0  # of IQ4_NL; the others take 4.25 and 4.31 bits
+        return 9 / 16, 1.0  # of IQ4_NL and NF4; the others take 4.25 and 4.31 bits
+    if weights == FLOAT8:
+        return 33 / 32, 1.0  # a scale in fp32 for each 128
     return float(weights.itemsize), float(weights.itemsize)
 
 

@@ -23,8 +23,8 @@ from swarm_kernels.models.gguf_types.rope import FREQS, LONG, SHORT
 from swarm_kernels.models.gguf_types.views import Slice, View
 from swarm_kernels.models.source import LocalFiles, ModelFile, fingerprint
 from swarm_kernels.models.tensor_shapes import check_shapes
-from swarm_kernels.ops.base.codebook_linear import StoredFourBits, stacked
 from swarm_kernels.ops.base.matrix import Matrix, ReadByParts
+from swarm_kernels.ops.base.stored_weights import StoredWeights, stacked
 
 _MAX_FACTORS = 1 << 12  # one for each pair of a head's dimensions
 
@@ -95,7 +95,7 @@ class GgufSource(LocalFiles):
         found = native_format(self._located(view.slices[0]).entry.ggml_type)
         return torch.int8 if found == CODES4 and not (view.is_stored or view.experts) else found
 
-    def four_bits(self, hf_name: str, expert: int | None = None) -> StoredFourBits | None:
+    def as_stored(self, hf_name: str, expert: int | None = None) -> StoredWeights | None:
         view = self._find(hf_name)
         if (expert is not None) != (view.experts is not None) or not (view.is_stored or view.experts):
             return None
@@ -123,7 +123,7 @@ class GgufSource(LocalFiles):
         dtypes = {dequantized_dtype(self._located(part).entry.ggml_type) for part in view.slices}
         return dtypes.pop() if len(dtypes) == 1 else torch.float32
 
-    def _four_bits(self, part: Slice) -> StoredFourBits | None:
+    def _four_bits(self, part: Slice) -> StoredWeights | None:
         entry = self._located(part).entry
         if entry.dtype not in GGUF_FOUR_BITS:
             return None

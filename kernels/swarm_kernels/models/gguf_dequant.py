@@ -24,7 +24,7 @@ PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _INT4_HOLDS = frozenset({"Q4_0", "Q4_1", "Q4_K", "Q3_K", "Q2_K", "TQ1_0", "TQ2_0"})
 """Groups of equal steps. The others of 4 bits and fewer have unequal ones."""
 
-GGUF_CODES = {form.value.upper(): form for form in CodeFormat}
+GGUF_CODES = {form.value.upper(): form for form in (CodeFormat.MXFP4, CodeFormat.IQ4_NL, CodeFormat.IQ4_XS)}
 
 _CHUNK_VALUES = 32000
 """Dequantized at a time: fits the CPU cache, and is just below the 32768 values from which torch uses several threads.

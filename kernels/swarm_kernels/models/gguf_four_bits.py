@@ -17,19 +17,19 @@ from swarm_kernels.ops.base.codebook_linear import (
     GROUP_SIZE,
     CodedWeights,
     CodeFormat,
-    StoredFourBits,
     coded_weights,
     pairs_of,
 )
 from swarm_kernels.ops.base.int4_linear import four_bit_weights
 from swarm_kernels.ops.base.matrix import CHUNK_WEIGHTS
+from swarm_kernels.ops.base.stored_weights import StoredWeights
 
 GGUF_FOUR_BITS = frozenset({"Q4_0", "Q4_1", "Q4_K", *GGUF_CODES})
 
 _GROUP_BYTES = GROUP_SIZE // 2
 
 
-def four_bits_from_gguf(stored: npt.NDArray[np.uint8], ggml_type: int, shape: tuple[int, ...]) -> StoredFourBits | None:
+def four_bits_from_gguf(stored: npt.NDArray[np.uint8], ggml_type: int, shape: tuple[int, ...]) -> StoredWeights | None:
     """The blocks of a matrix, `[nbytes]` -> the same weights; None for other types than `GGUF_FOUR_BITS`."""
     name, _, size = QUANT_BLOCKS[ggml_type]
     if name not in GGUF_FOUR_BITS or len(shape) != 2:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from swarm_kernels.device.device import CODES4, INT4
+from swarm_kernels.device.device import CODES4, FLOAT8, INT4
 from swarm_kernels.models.layers import layer_of
 from swarm_kernels.models.source import ModelSource
 
@@ -31,7 +31,7 @@ def native_dtype(source: ModelSource) -> torch.dtype:
     half, four_bits = counts.total() / 2, counts[INT4] + counts[CODES4]
     if four_bits > half:
         return INT4
-    return torch.int8 if four_bits + counts[torch.int8] > half else torch.bfloat16
+    return torch.int8 if four_bits + counts[torch.int8] + counts[FLOAT8] > half else torch.bfloat16
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +48,11 @@ class MatrixFormats:
 
     def __getitem__(self, name: str) -> torch.dtype:
         """4 bits do not hold what is stored in 5 to 8; and what a checkpoint of 4 bits keeps in 16, like the attention
-        of gpt-oss, stays so. CODES4: as it is stored, or in 8 bits where that cannot be."""
-        if self.span != INT4:
+        of gpt-oss, stays so. CODES4, and FLOAT8 in spans of 8 bits too: as it is stored, or in 8 bits where that
+        cannot be."""
+        if self.span not in (INT4, torch.int8):
             return self.span
         native = self.source.native(name)
+        if self.span == torch.int8:
+            return FLOAT8 if native == FLOAT8 else self.span
         return INT4 if native == torch.bfloat16 and not self.keeps_wide else native

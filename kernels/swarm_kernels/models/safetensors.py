@@ -30,8 +30,8 @@ from swarm_kernels.models.quantized.packed_tensor import PackedTensor
 from swarm_kernels.models.quantized.schemes import scheme_of
 from swarm_kernels.models.source import LocalFiles, ModelFile, WeightFile, fingerprint, fingerprint_sample
 from swarm_kernels.models.tensor_shapes import check_shapes
-from swarm_kernels.ops.base.codebook_linear import StoredFourBits
 from swarm_kernels.ops.base.matrix import Matrix, ReadByParts
+from swarm_kernels.ops.base.stored_weights import StoredWeights
 
 _DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
@@ -161,13 +161,13 @@ class SafetensorsSource(LocalFiles):
         found = self._find(hf_name)
         return found.native if isinstance(found, PackedTensor) else torch.bfloat16
 
-    def four_bits(self, hf_name: str, expert: int | None = None) -> StoredFourBits | None:
+    def as_stored(self, hf_name: str, expert: int | None = None) -> StoredWeights | None:
         found = self._find(hf_name)
-        if not isinstance(found, PackedTensor) or found.four_bits is None or found.stacked != (expert is not None):
+        if not isinstance(found, PackedTensor) or found.as_stored is None or found.stacked != (expert is not None):
             return None
         if expert is None:
-            return found.four_bits(self._parts(found))
-        return found.four_bits({role: part[0] for role, part in self._parts(found, (expert, expert + 1)).items()})
+            return found.as_stored(self._parts(found))
+        return found.as_stored({role: part[0] for role, part in self._parts(found, (expert, expert + 1)).items()})
 
     def stored(self, hf_name: str) -> list[StoredTensor]:
         """Where a tensor lies: in several places if it is packed. Raises CorruptModel."""

@@ -24,8 +24,8 @@ import torch
 
 from swarm.errors import CorruptModel, ModelNotFound
 from swarm_kernels.models.config import ModelConfig
-from swarm_kernels.ops.base.codebook_linear import StoredFourBits
 from swarm_kernels.ops.base.matrix import Matrix
+from swarm_kernels.ops.base.stored_weights import StoredWeights
 
 HASHED_BYTES = 4096
 """Bytes of each sampled tensor that enter the fingerprint."""
@@ -85,11 +85,12 @@ class ModelSource(Protocol):
 
     def native(self, hf_name: str) -> torch.dtype:
         """Of bf16, int8 and int4, the smallest that holds a matrix about as well as it is stored; CODES4 if it is in
-        codes of 4 bits, which other groups of 4 bits hold less well."""
+        codes of 4 bits, which other groups of 4 bits hold less well, FLOAT8 if it is in E4M3, likewise."""
         ...
 
-    def four_bits(self, hf_name: str, expert: int | None = None) -> StoredFourBits | None:
-        """A matrix as it is stored in 4 bits, `[out, in]`, without another rounding; None where it must be rounded.
+    def as_stored(self, hf_name: str, expert: int | None = None) -> StoredWeights | None:
+        """A matrix as it is stored in 4 bits or E4M3, `[out, in]`, without another rounding; None where it must be
+        rounded.
 
         `expert`: of a tensor that holds a layer's experts, by its first dimension. Raises CorruptModel.
         """
@@ -118,7 +119,7 @@ class NotQuantized(ABC):
     def native(self, hf_name: str) -> torch.dtype:
         return torch.bfloat16
 
-    def four_bits(self, hf_name: str, expert: int | None = None) -> StoredFourBits | None:
+    def as_stored(self, hf_name: str, expert: int | None = None) -> StoredWeights | None:
         return None
 
     def sliced(self, hf_name: str) -> Matrix:

@@ -14,8 +14,9 @@ from swarm.errors import KernelError
 from swarm_kernels.batch import AttentionMetadata
 from swarm_kernels.ops.base import int4_linear, int8_linear
 from swarm_kernels.ops.base.backend import AttentionBackend, LayerCache
-from swarm_kernels.ops.base.codebook_linear import CodebookLinear, CodedWeights, StoredFourBits
+from swarm_kernels.ops.base.codebook_linear import CodebookLinear, CodedWeights
 from swarm_kernels.ops.base.experts import Gating, PlainExperts, check_experts
+from swarm_kernels.ops.base.fp8_linear import Fp8Linear, Fp8Weights
 from swarm_kernels.ops.base.head_linears import HeadLinears, PlainHeadLinears
 from swarm_kernels.ops.base.layer_weights import (
     Attention,
@@ -28,6 +29,7 @@ from swarm_kernels.ops.base.layer_weights import (
 )
 from swarm_kernels.ops.base.matrix import Matrix
 from swarm_kernels.ops.base.routing import Routing, Scores
+from swarm_kernels.ops.base.stored_weights import StoredWeights
 from swarm_kernels.ops.base.torch_reference import REFERENCE, apply_rope
 from swarm_kernels.ops.base.validate import (
     check_cache,
@@ -63,6 +65,7 @@ __all__ = [
     "pack_experts",
     "pack_head_linears",
     "pack_linear",
+    "pack_stored",
     "quantize_linear",
     "rms_norm",
     "select_isa",
@@ -225,13 +228,15 @@ def quantize_linear(weight: Matrix, bias: torch.Tensor | None = None, bits: int 
     return (int4_linear.quantize_linear if bits == 4 else int8_linear.quantize_linear)(weight, bias)
 
 
-def pack_four_bits(weights: StoredFourBits, bias: torch.Tensor | None, in_features: int) -> Linear:
-    """A linear layer of weights that are in 4 bits already, `bias [N]`. As `quantize_linear`, without rounding; codes
-    take 17/64 of the memory of bf16 (MXFP4) or little more, everywhere."""
+def pack_stored(weights: StoredWeights, bias: torch.Tensor | None, in_features: int) -> Linear:
+    """A linear layer of weights as a checkpoint holds them, `bias [N]`. As `quantize_linear`, without rounding; codes
+    take 17/64 of the memory of bf16 (MXFP4) or little more, E4M3 33/64, everywhere."""
     compiled = weights.device.type == "cpu" and cpu_library.library() is not None
     wide = None if bias is None else bias.float()
     if isinstance(weights, CodedWeights):
         return cpu_linear.pack_codes(weights, bias) if compiled else CodebookLinear(weights, wide)
+    if isinstance(weights, Fp8Weights):
+        return cpu_linear.pack_fp8(weights, bias) if compiled else Fp8Linear(weights, wide)
     if compiled:
         return cpu_linear.pack_four_bits(weights, bias, in_features)
     return int4_linear.Int4Linear(weights, wide, in_features)

@@ -121,7 +121,7 @@ class StackedExperts:
         linears = []
         for expert in range(self.count):
             bias = None if self.biases is None else self.biases[expert][order]
-            linear = self._in_four_bits(reader, packs, expert, order, bias)
+            linear = self._as_stored(reader, packs, expert, order, bias)
             if linear is None:
                 weight = self.read(expert)
                 weight = weight.T if self.transposed else weight
@@ -135,7 +135,7 @@ class StackedExperts:
             linears.append(linear)
         return linears
 
-    def _in_four_bits(
+    def _as_stored(
         self,
         reader: WeightReader,
         packs: Packs,
@@ -143,17 +143,17 @@ class StackedExperts:
         order: torch.Tensor | slice,
         bias: torch.Tensor | None,
     ) -> Linear | None:
-        """An expert as it is stored in 4 bits; None if it is not."""
-        if packs.four_bits is None or self.sole is None:
+        """An expert as the checkpoint holds it; None if it must be rounded."""
+        if packs.stored is None or self.sole is None or not packs.keeps(reader.source.native(self.sole)):
             return None
-        weights = reader.source.four_bits(self.sole, expert)
+        weights = reader.source.as_stored(self.sole, expert)
         if weights is None:
             return None
         if weights.out_features != self.outputs or weights.padded_inputs != self.inputs:
             raise CorruptModel(
                 f"expert {expert} of {self.sole} does not have the shape {(self.outputs, self.inputs)} of its config"
             )
-        return packs.four_bits.stored(weights.rows(order).to(reader.device), bias, self.inputs)
+        return packs.stored(weights.rows(order).to(reader.device), bias, self.inputs)
 
 
 def _gates_first(outputs: int) -> torch.Tensor:

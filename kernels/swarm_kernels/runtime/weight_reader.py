@@ -1,8 +1,8 @@
 """Reads the weights of a layer from a model, and prepares its linear layers in the number format of a span.
 
 Owns which format a matrix gets: the span's, but in a 4-bit span that of its file where 4 bits do not hold it; and
-4-bit weights of a checkpoint are taken over as they are. Matrices are read while they are packed, some rows at a time.
-Knows no layer's structure.
+weights of a checkpoint in 4 bits, or in spans of 8 and 4 bits in E4M3, are taken over as they are. Matrices are read
+while they are packed, some rows at a time. Knows no layer's structure.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from functools import partial
 import torch
 
 from swarm.errors import CorruptModel
-from swarm_kernels.device.device import CODES4, INT4
+from swarm_kernels.device.device import CODES4, FLOAT8, INT4
 from swarm_kernels.models.native_format import MatrixFormats
 from swarm_kernels.models.source import ModelSource
 from swarm_kernels.ops import dispatch
-from swarm_kernels.ops.base.codebook_linear import StoredFourBits, stacked
 from swarm_kernels.ops.base.exact_linear import ExactLinear, dequantized_linear, rounded_linear
 from swarm_kernels.ops.base.layer_weights import plain_linear
 from swarm_kernels.ops.base.matrix import Matrix, StackedRows
+from swarm_kernels.ops.base.stored_weights import StoredWeights, stacked
 
 Pack = Callable[[Matrix, torch.Tensor | None], dispatch.Linear]
 """Prepares a linear layer from its weight and bias."""
@@ -29,21 +29,27 @@ Pack = Callable[[Matrix, torch.Tensor | None], dispatch.Linear]
 
 @dataclass(frozen=True, slots=True)
 class FourBitPacks:
-    """`rounded`: from floats. `stored`: from weights that are in 4 bits already, their bias, and the inputs. `wide`: of
-    what such a checkpoint keeps in 16 bits."""
+    """`rounded`: from floats. `wide`: of what a checkpoint of 4 bits keeps in 16 bits."""
 
     rounded: Pack
-    stored: Callable[[StoredFourBits, torch.Tensor | None, int], dispatch.Linear]
     wide: Pack
 
 
 @dataclass(frozen=True, slots=True)
 class Packs:
-    """How the linear layers of a span are prepared. `four_bits`: of a 4-bit span; `wide`: what stays in fp32."""
+    """How the linear layers of a span are prepared. `wide`: what stays in fp32; `stored`: in a quantized span, weights
+    as a checkpoint holds them, their bias, and the inputs; `four_bits`: of a 4-bit span."""
 
     plain: Pack
     wide: Callable[[torch.Tensor, torch.Tensor | None], dispatch.Linear] = dispatch.pack_linear
+    stored: Callable[[StoredWeights, torch.Tensor | None, int], dispatch.Linear] | None = None
     four_bits: FourBitPacks | None = None
+
+    def keeps(self, native: torch.dtype) -> bool:
+        """Whether what is stored in such a format is taken over as it is."""
+        if self.stored is None:
+            return False
+        return native == FLOAT8 or (self.four_bits is not None and native in (INT4, CODES4))
 
 
 def packs_of(weights: torch.dtype) -> Packs:
@@ -51,9 +57,9 @@ def packs_of(weights: torch.dtype) -> Packs:
     if weights.is_floating_point:
         return Packs(dispatch.pack_linear)
     if weights != INT4:
-        return Packs(dispatch.quantize_linear)
-    four_bits = FourBitPacks(partial(dispatch.quantize_linear, bits=4), dispatch.pack_four_bits, _pack_bf16)
-    return Packs(dispatch.quantize_linear, four_bits=four_bits)
+        return Packs(dispatch.quantize_linear, stored=dispatch.pack_stored)
+    four_bits = FourBitPacks(partial(dispatch.quantize_linear, bits=4), _pack_bf16)
+    return Packs(dispatch.quantize_linear, stored=dispatch.pack_stored, four_bits=four_bits)
 
 
 def exact_packs_of(weights: torch.dtype) -> Packs:
@@ -61,7 +67,7 @@ def exact_packs_of(weights: torch.dtype) -> Packs:
     read from the model by each call."""
     if weights != INT4:
         return Packs(ExactLinear, plain_linear)
-    return Packs(ExactLinear, plain_linear, FourBitPacks(rounded_linear, dequantized_linear, ExactLinear))
+    return Packs(ExactLinear, plain_linear, dequantized_linear, FourBitPacks(rounded_linear, ExactLinear))
 
 
 def _pack_bf16(weight: Matrix, bias: torch.Tensor | None) -> dispatch.Linear:
@@ -117,10 +123,10 @@ class WeightReader:
         self, names: Sequence[str], rows: Sequence[int], columns: int, biases: torch.Tensor | None, packs: Packs
     ) -> dispatch.Linear:
         """As `linear`, with biases `[sum(rows)]` that are stored elsewhere."""
-        if packs.four_bits is not None:
-            stored = self._four_bits(names, rows, columns)
+        if packs.stored is not None:
+            stored = self._as_stored(names, rows, columns, packs)
             if stored is not None:
-                return packs.four_bits.stored(stored, biases, columns)
+                return packs.stored(stored, biases, columns)
         return self.pack_of(packs, names)(self._stacked(names, rows, columns), biases)
 
     def _stacked(self, names: Sequence[str], rows: Sequence[int], columns: int) -> Matrix:
@@ -142,13 +148,13 @@ class WeightReader:
             ]
         )
 
-    def _four_bits(self, names: Sequence[str], rows: Sequence[int], columns: int) -> StoredFourBits | None:
-        if any(self.source.native(name) not in (INT4, CODES4) for name in names):
+    def _as_stored(self, names: Sequence[str], rows: Sequence[int], columns: int, packs: Packs) -> StoredWeights | None:
+        if not all(packs.keeps(self.source.native(name)) for name in names):
             return None
-        parts: list[StoredFourBits] = []
+        parts: list[StoredWeights] = []
         for name, count in zip(names, rows, strict=True):
             self._check(name, self.source.shape(name), (count, columns))
-            part = self.source.four_bits(name)
+            part = self.source.as_stored(name)
             if part is None:
                 return None
             parts.append(part)

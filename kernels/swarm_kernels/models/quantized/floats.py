@@ -12,12 +12,24 @@ from functools import partial
 import torch
 
 from swarm.errors import CorruptModel
+from swarm_kernels.device.device import CODES4, FLOAT8
 from swarm_kernels.models.quantized.packed_tensor import FLOATING, PackedTensor, Parts, Table
-from swarm_kernels.ops.base.codebook_linear import GROUP_SIZE, CodedWeights, CodeFormat, coded_weights, pairs_of
+from swarm_kernels.ops.base import fp8_linear
+from swarm_kernels.ops.base.codebook_linear import (
+    GROUP_SIZE,
+    CodedWeights,
+    CodeFormat,
+    coded_weights,
+    is_nf4,
+    pairs_of,
+)
+from swarm_kernels.ops.base.fp8_linear import GROUP_SIZE as FP8_GROUP
+from swarm_kernels.ops.base.fp8_linear import Fp8Weights, fp8_weights
 
 _FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)  # E2M1
 _CHUNK_ROWS = 4096  # of values unpacked at a time, so that indices never take more than the result
 _E8M0 = ("U8", "F8_E8M0")
+_NF4_GROUP = CodeFormat.NF4.inputs
 
 
 def fp8(table: Table, module: str, scale: str, block: tuple[int, int] | None) -> PackedTensor:
@@ -34,7 +46,11 @@ def fp8(table: Table, module: str, scale: str, block: tuple[int, int] | None) ->
     blocked = block if block is not None and shape == allowed[0] else None
     dtype = FLOATING.get(table.stored[scale].dtype, torch.bfloat16)
     parts = {"weight": f"{module}.weight", "scale": scale}
-    return PackedTensor((outputs, inputs), dtype, parts, partial(_unpack_fp8, block=blocked, dtype=dtype))
+    unpack = partial(_unpack_fp8, block=blocked, dtype=dtype)
+    in_groups = blocked is None or blocked[1] % FP8_GROUP == 0 or blocked[1] >= inputs
+    if not in_groups or inputs % fp8_linear.INPUTS or table.stored[parts["weight"]].dtype != "F8_E4M3":
+        return PackedTensor((outputs, inputs), dtype, parts, unpack)
+    return PackedTensor((outputs, inputs), dtype, parts, unpack, partial(_fp8_codes, block=blocked), FLOAT8)
 
 
 def mxfp4_experts(table: Table, name: str) -> PackedTensor:
@@ -45,8 +61,10 @@ def mxfp4_experts(table: Table, name: str) -> PackedTensor:
     if table.stored[f"{name}_blocks"].dtype != "U8" or table.stored[f"{name}_scales"].dtype not in _E8M0:
         raise CorruptModel(f"{table.where}: '{name[:120]}' is not stored in bytes; fetch the model again")
     parts = {"values": f"{name}_blocks", "scale": f"{name}_scales"}
-    shape, codes = (experts, groups * half * 2, outputs), _mxfp4_codes if half * 2 == GROUP_SIZE else None
-    return PackedTensor(shape, torch.bfloat16, parts, _unpack_mxfp4_experts, codes, codes=True, stacked=True)
+    shape = (experts, groups * half * 2, outputs)
+    if half * 2 != GROUP_SIZE:
+        return PackedTensor(shape, torch.bfloat16, parts, _unpack_mxfp4_experts, stacked=True)
+    return PackedTensor(shape, torch.bfloat16, parts, _unpack_mxfp4_experts, _mxfp4_codes, CODES4, stacked=True)
 
 
 def fp4(table: Table, module: str, group: int) -> PackedTensor:
@@ -60,10 +78,10 @@ def fp4(table: Table, module: str, group: int) -> PackedTensor:
         table.expect(parts["all"], (1,), ())
     is_mxfp4 = group == GROUP_SIZE and "all" not in parts and half * 2 % group == 0
     is_mxfp4 = is_mxfp4 and table.stored[parts["scale"]].dtype in _E8M0
-    codes = _mxfp4_codes if is_mxfp4 else None
-    return PackedTensor(
-        (outputs, half * 2), torch.bfloat16, parts, partial(_unpack_fp4, group=group), codes, codes=True
-    )
+    shape, unpack = (outputs, half * 2), partial(_unpack_fp4, group=group)
+    if not is_mxfp4:
+        return PackedTensor(shape, torch.bfloat16, parts, unpack)
+    return PackedTensor(shape, torch.bfloat16, parts, unpack, _mxfp4_codes, CODES4)
 
 
 def nf4(
@@ -74,14 +92,28 @@ def nf4(
 
     `blocks`: values that share a scale, scales that share a nested one, and what is added to those.
     """
-    return PackedTensor(shape, dtype, module_parts, partial(_unpack_nf4, shape=shape, dtype=dtype, blocks=blocks))
+    unpack = partial(_unpack_nf4, shape=shape, dtype=dtype, blocks=blocks)
+    if len(shape) != 2 or shape[1] % _NF4_GROUP or blocks[0] % _NF4_GROUP:
+        return PackedTensor(shape, dtype, module_parts, unpack)
+    return PackedTensor(shape, dtype, module_parts, unpack, partial(_nf4_codes, shape=shape, blocks=blocks), CODES4)
+
+
+def _fp8_scale(stored: torch.Tensor) -> torch.Tensor:
+    return (stored.view(torch.float8_e8m0fnu) if stored.dtype is torch.uint8 else stored).float()
+
+
+def _fp8_codes(parts: Parts, block: tuple[int, int] | None) -> Fp8Weights | None:
+    """As they are, with a scale for each of our groups of each output."""
+    weight, scale = parts["weight"], _fp8_scale(parts["scale"])
+    outputs, groups = len(weight), -(-weight.shape[1] // FP8_GROUP)
+    if block is None:
+        return fp8_weights(weight, scale.reshape(-1, 1).expand(outputs, groups).contiguous())
+    across = scale.repeat_interleave(max(1, block[1] // FP8_GROUP), 1)[:, :groups]
+    return fp8_weights(weight, across.expand(-1, groups).repeat_interleave(block[0], 0)[:outputs].contiguous())
 
 
 def _unpack_fp8(parts: Parts, block: tuple[int, int] | None, dtype: torch.dtype) -> torch.Tensor:
-    weight, scale = parts["weight"], parts["scale"]
-    if scale.dtype is torch.uint8:
-        scale = scale.view(torch.float8_e8m0fnu)
-    scale = scale.float()
+    weight, scale = parts["weight"], _fp8_scale(parts["scale"])
     out = torch.empty(weight.shape, dtype=dtype)
     if block is None:
         scale = scale.reshape(-1, 1) if scale.numel() > 1 else scale.reshape(1, 1)
@@ -140,15 +172,36 @@ def _unpack_fp4(parts: Parts, group: int) -> torch.Tensor:
     return out
 
 
+def _nf4_scale(parts: Parts, nested_size: int, offset: float) -> torch.Tensor:
+    """Of each block."""
+    scale = parts["scale"].flatten()
+    if "nested_scale" not in parts:
+        return scale
+    nested = parts["nested_scale"].flatten().repeat_interleave(nested_size)[: len(scale)]
+    return parts["nested_code"][scale.int()].mul_(nested).add_(offset)
+
+
+def _nf4_codes(parts: Parts, shape: tuple[int, int], blocks: tuple[int, int, float]) -> CodedWeights | None:
+    """As they are, with the scales unpacked. None of another table than NF4's."""
+    size, nested_size, offset = blocks
+    if not is_nf4(parts["code"]):
+        return None
+    outputs, inputs = shape
+    scale = _nf4_scale(parts, nested_size, offset).float().repeat_interleave(size // _NF4_GROUP)
+    values = parts["values"].view(outputs, inputs // 2)
+    pairs = torch.empty(outputs, inputs // GROUP_SIZE, GROUP_SIZE // 2, dtype=torch.uint8)
+    for at in range(0, outputs, _CHUNK_ROWS):
+        some = values[at : at + _CHUNK_ROWS]
+        pairs[at : at + _CHUNK_ROWS] = pairs_of(torch.stack((some >> 4, some & 0xF), dim=-1).flatten(1))
+    scales = scale[: outputs * inputs // _NF4_GROUP].view(outputs, -1)
+    return coded_weights(CodeFormat.NF4, pairs, scales.contiguous())
+
+
 def _unpack_nf4(
     parts: Parts, shape: tuple[int, ...], dtype: torch.dtype, blocks: tuple[int, int, float]
 ) -> torch.Tensor:
     size, nested_size, offset = blocks
-    scale = parts["scale"].flatten()
-    if "nested_scale" in parts:
-        nested = parts["nested_scale"].flatten().repeat_interleave(nested_size)[: len(scale)]
-        scale = parts["nested_code"][scale.int()].mul_(nested).add_(offset)
-    values = parts["values"].flatten()
+    scale, values = _nf4_scale(parts, nested_size, offset), parts["values"].flatten()
     out = torch.empty(values.numel() * 2, dtype=dtype)
     code, step = parts["code"].float(), size * _CHUNK_ROWS
     for at in range(0, out.numel(), step):

@@ -12,6 +12,7 @@ from functools import partial
 import torch
 
 from swarm.errors import CorruptModel, UnsupportedModel
+from swarm_kernels.device.device import INT4
 from swarm_kernels.models.quantized.packed_tensor import PackedTensor, Parts, Table
 from swarm_kernels.ops.base.int4_linear import GROUP_SIZE, FourBitWeights, four_bit_weights
 
@@ -109,10 +110,9 @@ def _packed(
     shape: tuple[int, int], dtype: torch.dtype, parts: Mapping[str, str], numbers: Numbers, bits: int, group: int
 ) -> PackedTensor:
     unpack = partial(_unpack, numbers=numbers, group=group)
-    by_groups = bits == 4 and "group" not in parts
-    return PackedTensor(
-        shape, dtype, parts, unpack, partial(_four_bits, numbers=numbers, group=group) if by_groups else None
-    )
+    if bits != 4 or "group" in parts:
+        return PackedTensor(shape, dtype, parts, unpack)
+    return PackedTensor(shape, dtype, parts, unpack, partial(_four_bits, numbers=numbers, group=group), INT4)
 
 
 def _unpack(parts: Parts, numbers: Numbers, group: int) -> torch.Tensor:

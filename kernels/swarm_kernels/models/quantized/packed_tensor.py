@@ -10,8 +10,7 @@ from typing import Protocol
 import torch
 
 from swarm.errors import CorruptModel
-from swarm_kernels.device.device import CODES4, INT4
-from swarm_kernels.ops.base.codebook_linear import StoredFourBits
+from swarm_kernels.ops.base.stored_weights import StoredWeights
 
 Parts = Mapping[str, torch.Tensor]
 """Role ("weight", "scale", ...) -> the stored tensor."""
@@ -33,25 +32,18 @@ class Stored(Protocol):
 class PackedTensor:
     """`parts`: role -> stored name. `dtype`: of what `unpack` returns, `[*shape]`.
 
-    `four_bits`: the same weights for our 4-bit kernels, of formats that have such groups; None where these parts do
-    not fit. `codes`: whether they are codes of 4 bits. `stacked`: the first dimension of all parts counts a layer's
-    experts, and `four_bits` takes those of one.
+    `as_stored`: the same weights for our kernels without another rounding, of formats that they have; its result is
+    None where these parts do not fit. `native`: see `ModelSource.native`. `stacked`: the first dimension of all parts
+    counts a layer's experts, and `as_stored` takes those of one.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     parts: Mapping[str, str]
     unpack: Callable[[Parts], torch.Tensor]
-    four_bits: Callable[[Parts], StoredFourBits | None] | None = None
-    codes: bool = False
+    as_stored: Callable[[Parts], StoredWeights | None] | None = None
+    native: torch.dtype = torch.int8
     stacked: bool = False
-
-    @property
-    def native(self) -> torch.dtype:
-        """See `ModelSource.native`."""
-        if self.four_bits is None:
-            return torch.int8
-        return CODES4 if self.codes else INT4
 
     @property
     def nbytes(self) -> int:

@@ -1,8 +1,12 @@
-"""Linear layers of 4-bit codes: MXFP4, and GGUF's IQ4_NL and IQ4_XS, computed from what their files hold.
+"""Linear layers of 4-bit codes: MXFP4, bitsandbytes' NF4, and GGUF's IQ4_NL and IQ4_XS, computed from what their
+files hold.
 
-A code stands for one of 16 whole numbers, and 32 inputs of an output share a scale. Activations are quantized to int8
-as in `int8_linear`; integer sums are exact and the float operations are rounded one by one in ascending order of k, so
-results are batch-invariant and bit for bit the same on every backend.
+A code stands for one of 16 whole numbers, and 32 inputs of an output share a scale, of NF4 64. Activations are
+quantized to int8 as in `int8_linear`; integer sums are exact and the float operations are rounded one by one in
+ascending order of k, so results are batch-invariant and bit for bit the same on every backend.
+
+The numbers of NF4 are no whole ones: in products they are multiples of 1/112, which errs by 0.0017 of a group's largest
+weight (root mean square), where NF4 itself errs by 0.036.
 """
 
 from __future__ import annotations
@@ -14,7 +18,6 @@ from enum import Enum
 import torch
 
 from swarm.errors import KernelError
-from swarm_kernels.ops.base.int4_linear import FourBitWeights
 from swarm_kernels.ops.base.int8_linear import ACTIVATION_GROUP_SIZE, quantize_rows
 from swarm_kernels.ops.base.matrix import CHUNK_WEIGHTS, Matrix
 
@@ -22,27 +25,39 @@ GROUP_SIZE = 32
 """Inputs of an output that share a scale."""
 
 _HALVES = (0, 1, 2, 3, 4, 6, 8, 12)  # of E2M1: twice 0, 0.5, 1, 1.5, 2, 3, 4 and 6
+_NF4 = (
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
+    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+)  # fmt: skip
+_NF4_LARGEST = (
+    112  # no other whole number up to 127 makes the 16 err as little: 0.0017 of the largest, root mean square
+)
 _IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 _BIAS, _LARGEST_EXPONENT = 127, 239  # E8M0; beyond it, sums of products may exceed fp32
 _E2M1_EXPONENT, _E2M1_LARGEST = 2, 6.0  # of its largest number
 
 
 class CodeFormat(Enum):
-    """MXFP4: OCP Microscaling Formats 1.0. The others: ggml-common.h of https://github.com/ggml-org/llama.cpp."""
+    """MXFP4: OCP Microscaling Formats 1.0. NF4: appendix E of arXiv 2305.14314. The others: ggml-common.h of
+    https://github.com/ggml-org/llama.cpp."""
 
     MXFP4 = "mxfp4"
     IQ4_NL = "iq4_nl"
     IQ4_XS = "iq4_xs"
+    NF4 = "nf4"
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """What the codes 0 to 15 stand for; in MXFP4, twice that."""
-        return (*_HALVES, *(-number for number in _HALVES)) if self is CodeFormat.MXFP4 else _IQ4
+        """What the codes 0 to 15 stand for in products; in MXFP4, twice that, and in NF4, 112 times that, rounded."""
+        if self is CodeFormat.MXFP4:
+            return (*_HALVES, *(-number for number in _HALVES))
+        return tuple(round(_NF4_LARGEST * number) for number in _NF4) if self is CodeFormat.NF4 else _IQ4
 
     @property
     def inputs(self) -> int:
         """A row's are a multiple of these."""
-        return 8 * GROUP_SIZE if self is CodeFormat.IQ4_XS else GROUP_SIZE
+        return {CodeFormat.IQ4_XS: 8, CodeFormat.NF4: 2}.get(self, 1) * GROUP_SIZE
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -51,7 +66,7 @@ class CodedWeights:
 
     `pairs`: byte 4 q + i of a group holds the codes of inputs 8 q + i, in the low half, and 8 q + 4 + i.
     `scale`: IQ4_NL's `[N, groups]` in fp16; MXFP4's `[N, groups]` powers of two as uint8 (E8M0); of IQ4_XS, fp16
-    `[N, groups / 8]`, times `factor [N, groups]` int8.
+    `[N, groups / 8]`, times `factor [N, groups]` int8; of NF4, fp32 `[N, groups / 2]`, the largest weight of each 64.
     """
 
     form: CodeFormat
@@ -91,16 +106,21 @@ class CodedWeights:
         return table[codes_of(self.pairs[:, group]).int()]
 
     def scales(self) -> torch.Tensor:
-        """`[N, groups]` fp32, exactly; in MXFP4 half of what is stored, as its numbers are doubled."""
+        """`[N, groups]` fp32, of `numbers`: in MXFP4 half of what is stored, in NF4 a 112th, rounded."""
         if self.form is CodeFormat.MXFP4:
             return _power_of_two(self.scale) * 0.5
+        if self.form is CodeFormat.NF4:
+            return (self.scale * (1 / _NF4_LARGEST)).repeat_interleave(2, 1)
         if self.factor is None:
             return self.scale.float()
         return self.scale.float().repeat_interleave(8, 1) * self.factor
 
     def embedding_rows(self, ids: torch.Tensor) -> torch.Tensor:
-        """`[m]` ids of outputs -> their weights in fp32, `[m, padded_inputs]`."""
+        """`[m]` ids of outputs -> their weights in fp32, `[m, padded_inputs]`: what they stand for, to the last bit."""
         some = self.rows(ids)
+        if self.form is CodeFormat.NF4:
+            table = torch.tensor(_NF4, dtype=torch.float32, device=self.device)
+            return table[codes_of(some.pairs).int()] * some.scale.repeat_interleave(2 * GROUP_SIZE, 1)
         return some.group_numbers() * some.scales().repeat_interleave(GROUP_SIZE, 1)
 
     @staticmethod
@@ -120,19 +140,6 @@ class CodedWeights:
         )
 
 
-StoredFourBits = FourBitWeights | CodedWeights
-"""Weights that a checkpoint holds in 4 bits, as our kernels take them without another rounding."""
-
-
-def stacked(parts: Sequence[StoredFourBits]) -> StoredFourBits | None:
-    """The outputs of all parts, one after another; None if they are not of one format."""
-    codes = [part for part in parts if isinstance(part, CodedWeights)]
-    if len(codes) == len(parts):
-        return CodedWeights.stacked(codes)
-    steps = [part for part in parts if isinstance(part, FourBitWeights)]
-    return FourBitWeights.stacked(steps) if len(steps) == len(parts) else None
-
-
 def pairs_of(codes: torch.Tensor) -> torch.Tensor:
     """`[..., groups * GROUP_SIZE]` uint8 codes -> `CodedWeights.pairs`."""
     quads = codes.reshape(*codes.shape[:-1], -1, 4, 2, 4)  # group, pair of quads, quad, input
@@ -143,6 +150,11 @@ def codes_of(pairs: torch.Tensor) -> torch.Tensor:
     """The inverse of `pairs_of`: `[N, 16]` or `[N, groups, 16]` -> `[N, inputs]` uint8."""
     quads = pairs.reshape(*pairs.shape[:-1], 4, 4)
     return torch.stack((quads & 15, quads >> 4), -2).flatten(1)
+
+
+def is_nf4(table: torch.Tensor) -> bool:
+    """Whether these are what the codes 0 to 15 of NF4 stand for."""
+    return torch.equal(table.float().cpu(), torch.tensor(_NF4))
 
 
 def coded_weights(

@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 
 from swarm_kernels.ops.base import int4_linear
-from swarm_kernels.ops.base.codebook_linear import StoredFourBits
 from swarm_kernels.ops.base.layer_weights import Linear
 from swarm_kernels.ops.base.matrix import Matrix, row_chunks
+from swarm_kernels.ops.base.stored_weights import StoredWeights
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,9 +65,9 @@ class _Rounded:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Dequantized:
-    """A Matrix: what 4 bits stand for."""
+    """A Matrix: what stored weights stand for."""
 
-    weights: StoredFourBits
+    weights: StoredWeights
     in_features: int
     dtype: torch.dtype = torch.float32
 
@@ -88,10 +88,10 @@ def rounded_linear(weight: Matrix, bias: torch.Tensor | None = None) -> Linear:
     return ExactLinear(_Rounded(weight), bias)
 
 
-def dequantized_linear(weights: StoredFourBits, bias: torch.Tensor | None, in_features: int) -> Linear:
-    """As `rounded_linear`, of weights that are in 4 bits already."""
+def dequantized_linear(weights: StoredWeights, bias: torch.Tensor | None, in_features: int) -> Linear:
+    """As `rounded_linear`, of weights as a checkpoint holds them."""
     return ExactLinear(_Dequantized(weights, in_features), bias)
 
 
-def _dequantized(weights: StoredFourBits, in_features: int) -> torch.Tensor:
+def _dequantized(weights: StoredWeights, in_features: int) -> torch.Tensor:
     return weights.embedding_rows(torch.arange(weights.out_features, device=weights.device))[:, :in_features]

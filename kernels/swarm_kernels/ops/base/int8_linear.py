@@ -52,7 +52,7 @@ def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     groups = F.pad(x.float(), (0, -x.shape[1] % ACTIVATION_GROUP_SIZE)).view(x.shape[0], -1, ACTIVATION_GROUP_SIZE)
     peak = groups.abs().amax(2)
     tiny = peak <= _TINY
-    inverse = torch.where(tiny, 0.0, _LARGEST / peak)
+    inverse = torch.where(tiny, 0.0, torch.full_like(peak, _LARGEST) / peak)  # a number / tensor is rounded twice
     return (groups * inverse[..., None]).round(), torch.where(tiny, 0.0, peak / _LARGEST)
 
 

@@ -27,12 +27,14 @@ enum SwarmFormat : int32_t {
   SWARM_MXFP4 = 4,
   SWARM_IQ4_NL = 5,
   SWARM_IQ4_XS = 6,
+  SWARM_NF4 = 7,
+  SWARM_FP8 = 8,
 };
 
 // Weights packed in blocks of 16 outputs, zero-padded: fp32 [out/16][in][16]; bf16 [out/16][in/2][16][2], `in` even;
 // int8 [out/16][in/4][16][4], `in` rounded up to a multiple of 4, each plus 128; int4 [out/16][in/32] of int4.h's
-// Int4Block, `in` rounded up to a multiple of 32; the others [out/16] of codebook.h's Codes::block_bytes(in), `in` a
-// multiple of 32, of 256 for IQ4_XS.
+// Int4Block, `in` rounded up to a multiple of 32; fp8 [out/16] of fp8.h's Fp8Codes::block_bytes(in), `in` a multiple of 4;
+// the others [out/16] of codebook.h's Codes::block_bytes(in), `in` a multiple of 32, of 64 for NF4, of 256 for IQ4_XS.
 struct SwarmLinear {
   const void* weight;
   const float* scale;  // int8: scale of each output, [out rounded up to 16]

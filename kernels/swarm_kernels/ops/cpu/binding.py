@@ -7,7 +7,7 @@ from ctypes import POINTER, c_char_p, c_float, c_int32, c_int64, c_void_p
 from pathlib import Path
 
 OK, NO_MEMORY, UNKNOWN_ISA, BAD_EXPERT = 0, 1, 2, 17
-FP32, BF16, INT8, INT4, MXFP4, IQ4_NL, IQ4_XS = range(7)  # SwarmFormat
+FP32, BF16, INT8, INT4, MXFP4, IQ4_NL, IQ4_XS, NF4, FP8 = range(9)  # SwarmFormat
 
 
 class LinearDesc(ctypes.Structure):

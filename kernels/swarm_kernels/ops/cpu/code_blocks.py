@@ -69,5 +69,7 @@ def rows_of_blocks(blocks: torch.Tensor, form: CodeFormat, inputs: int, ids: tor
         return CodedWeights(form, pairs, part(groups, torch.uint8))
     if form is CodeFormat.IQ4_NL:
         return CodedWeights(form, pairs, part(groups, torch.float16))
+    if form is CodeFormat.NF4:
+        return CodedWeights(form, pairs, part(groups // 2, torch.float32))
     factor = part(groups, torch.int8)
     return CodedWeights(form, pairs, part(groups // 8, torch.float16), factor)

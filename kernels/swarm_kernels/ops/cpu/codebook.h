@@ -62,9 +62,18 @@ struct Factors : Iq4Numbers {
     return factor * load_half(reinterpret_cast<const uint16_t*>(units) + j * LANES);
   }
 };
+// NF4: fp32 [groups / 2][16], of the numbers divided by 112.
+struct Normals {
+  static constexpr int8_t NUMBERS[16] = {-112, -78, -59, -44, -32, -21, -10, 0, 9, 18, 28, 38, 49, 63, 81, 112};
+  static int64_t bytes(int64_t groups) { return groups / 2 * BLOCK * (int64_t)sizeof(float); }
+  static SWARM_INLINE V at(const uint8_t* scales, int64_t, int64_t group, int j) {
+    return rounded(load(reinterpret_cast<const float*>(scales) + group / 2 * BLOCK + j * LANES) * (1.0f / 112.0f));
+  }
+};
 typedef Codes<PowersOfTwo> Mxfp4Codes;
 typedef Codes<Halves> Iq4NlCodes;
 typedef Codes<Factors> Iq4XsCodes;
+typedef Codes<Normals> Nf4Codes;
 
 // A table of numbers as int8.h multiplies them.
 struct CodeTable {

@@ -13,9 +13,10 @@ import torch.nn.functional as F
 from swarm.errors import KernelError
 from swarm_kernels.ops.base import int4_linear, int8_linear
 from swarm_kernels.ops.base.codebook_linear import CodedWeights, CodeFormat
+from swarm_kernels.ops.base.fp8_linear import Fp8Weights
 from swarm_kernels.ops.base.layer_weights import Linear
 from swarm_kernels.ops.base.matrix import Matrix, row_chunks
-from swarm_kernels.ops.cpu import binding, cpu_library
+from swarm_kernels.ops.cpu import binding, cpu_library, fp8_blocks
 from swarm_kernels.ops.cpu.code_blocks import BLOCK, fill_blocks, rows_of_blocks, shape_of_blocks
 
 _INPUTS_PER_WORD = {binding.FP32: 1, binding.BF16: 2, binding.INT8: 4}
@@ -31,6 +32,7 @@ _CODES = {
     CodeFormat.MXFP4: binding.MXFP4,
     CodeFormat.IQ4_NL: binding.IQ4_NL,
     CodeFormat.IQ4_XS: binding.IQ4_XS,
+    CodeFormat.NF4: binding.NF4,
 }
 _CODE_FORMATS = {number: form for form, number in _CODES.items()}
 
@@ -38,11 +40,13 @@ _CODE_FORMATS = {number: form for form, number in _CODES.items()}
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedLinear:
     """Weights in blocks of 16 outputs, the last padded: fp32 `[N/16, K, 16, 1]`, bf16 `[N/16, K/2, 16, 2]`, int8
-    `[N/16, K/4, 16, 4]`, int4 `[N/16, K/32, 320]` (see `_int4_blocks`), 4-bit codes `[N/16, bytes]` (`code_blocks`).
+    `[N/16, K/4, 16, 4]`, int4 `[N/16, K/32, 320]` (see `_int4_blocks`), codes of 4 and
+    8 bits `[N/16, bytes]` (`code_blocks`, `fp8_blocks`).
 
     fp32 and bf16: one chain of fp32 multiply-adds in ascending order of k (bf16, whose inputs are rounded to bf16 too:
-    of each pair the second first). int8, int4 and codes: exact integer sums per group (see `int8_linear`,
-    `int4_linear`, `codebook_linear`). Hence results are batch-invariant, bit for bit, on any number of threads.
+    of each pair the second first). fp8: the same of each 128 inputs (see `fp8_linear`). int8, int4 and codes: exact
+    integer sums per group (see `int8_linear`, `int4_linear`, `codebook_linear`). Hence results are batch-invariant,
+    bit for bit, on any number of threads.
     """
 
     packed: torch.Tensor
@@ -70,6 +74,8 @@ class PackedLinear:
     def embedding_rows(self, ids: torch.Tensor) -> torch.Tensor:
         if self.desc.format == binding.INT4:
             return _int4_rows(self.packed, ids)[:, : self.in_features]
+        if self.desc.format == binding.FP8:
+            return fp8_blocks.rows_of_blocks(self.packed, self.in_features, ids).embedding_rows(slice(None))
         codes = _CODE_FORMATS.get(self.desc.format)
         if codes is not None:
             found = rows_of_blocks(self.packed, codes, self.in_features, ids)
@@ -117,7 +123,7 @@ def quantize_linear4(weight: Matrix, bias: torch.Tensor | None) -> PackedLinear:
 
 
 def pack_four_bits(weights: int4_linear.FourBitWeights, bias: torch.Tensor | None, in_features: int) -> PackedLinear:
-    """See `dispatch.pack_four_bits`; `weights` on the CPU."""
+    """See `dispatch.pack_stored`; `weights` on the CPU."""
     shape = torch.Size((weights.out_features, in_features))
     packed = _empty_int4_blocks(shape)
     for rows, _ in row_chunks(weights.numbers, BLOCK):
@@ -126,11 +132,20 @@ def pack_four_bits(weights: int4_linear.FourBitWeights, bias: torch.Tensor | Non
 
 
 def pack_codes(weights: CodedWeights, bias: torch.Tensor | None) -> PackedLinear:
-    """See `dispatch.pack_four_bits`; `weights` on the CPU."""
+    """See `dispatch.pack_stored`; `weights` on the CPU."""
     packed = _empty_huge(shape_of_blocks(weights), torch.uint8).zero_()
     fill_blocks(packed, weights)
     shape = torch.Size((weights.out_features, weights.padded_inputs))
     return _describe(packed, None, _padded(bias), shape, _CODES[weights.form])
+
+
+def pack_fp8(weights: Fp8Weights, bias: torch.Tensor | None) -> PackedLinear:
+    """See `dispatch.pack_stored`; `weights` on the CPU."""
+    packed = _empty_huge(fp8_blocks.shape_of_blocks(weights), torch.uint8).zero_()
+    for rows, _ in row_chunks(weights.codes, BLOCK):
+        fp8_blocks.fill_blocks(packed[rows.start // BLOCK :], weights.rows(rows))
+    shape = torch.Size((weights.out_features, weights.padded_inputs))
+    return _describe(packed, None, _padded(bias), shape, binding.FP8)
 
 
 def _fill_int4_blocks(packed: torch.Tensor, rows: slice, weights: int4_linear.FourBitWeights) -> None:

@@ -88,7 +88,7 @@ class ExpertsPass {
         std::copy(from, from + in, mine);
     }
     if (!quantizes_inputs(job.format))
-      table_.fill_tile(job.format == SWARM_BF16, buffer, in, tile.count, job.tile_rows, in, nullptr, nullptr,
+      table_.fill_tile(rounds_inputs(job.format), buffer, in, tile.count, job.tile_rows, in, nullptr, nullptr,
                        reinterpret_cast<float*>(to));
   }
 

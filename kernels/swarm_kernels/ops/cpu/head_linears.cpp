@@ -24,7 +24,7 @@ void Engine::head_linears(const SwarmLinear& weights, int64_t heads, const HeadR
   pool_->run(heads, [&](int64_t head, int thread) {
     float* packed = memory + thread * size;
     for (int64_t row = 0; row < rows; row += tile_rows)
-      table_->fill_tile(weights.format == SWARM_BF16, x.first + head * x.head_stride + row * x.row_stride,
+      table_->fill_tile(rounds_inputs(weights.format), x.first + head * x.head_stride + row * x.row_stride,
                         x.row_stride, std::min(tile_rows, rows - row), tile_rows, in, nullptr, nullptr,
                         packed + row * row_bytes / (int64_t)sizeof(float));
     LinearJob job{};

@@ -11,8 +11,9 @@ constexpr int64_t CHUNK = 64;    // keys of one word of a tree mask
 constexpr int64_t STEP_WORDS = 2, STEP_KEYS = STEP_WORDS * CHUNK;  // one iteration of online softmax
 constexpr int64_t STEP_KV_BLOCKS = STEP_KEYS / KV_BLOCK;
 
-// Whether inputs are quantized to 8 bits for such weights, and what the inputs of a packed row are a multiple of.
-inline bool quantizes_inputs(SwarmFormat weights) { return weights != SWARM_FP32 && weights != SWARM_BF16; }
+// Whether inputs are rounded to bf16 for such weights or quantized to 8 bits, and what the inputs of a packed row are a multiple of.
+inline bool rounds_inputs(SwarmFormat weights) { return weights == SWARM_BF16 || weights == SWARM_FP8; }
+inline bool quantizes_inputs(SwarmFormat weights) { return weights != SWARM_FP32 && !rounds_inputs(weights); }
 inline int64_t padded_inputs(SwarmFormat weights, int64_t in) {
   const int64_t unit = !quantizes_inputs(weights) ? 1 : weights == SWARM_INT8 ? 4 : 32;
   return (in + unit - 1) / unit * unit;
@@ -20,7 +21,7 @@ inline int64_t padded_inputs(SwarmFormat weights, int64_t in) {
 
 // Activations are passed to a linear packed in tiles of `tile_rows` rows, transposed: element (r, k) of a tile is at
 // k * tile_rows + r, so one stream feeds the multiply-adds of all its rows. A single row is its own tile. For bf16
-// weights see bf16.h; for 8 and 4-bit weights `quantize` fills them.
+// and fp8 weights see bf16.h; for other weights of 8 and 4 bits `quantize` fills them.
 struct LinearJob {
   enum Epilogue { STORE, ADD, ADD_BF16, GATE_UP };
   const char* x;

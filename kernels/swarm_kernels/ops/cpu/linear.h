@@ -1,11 +1,12 @@
-// y = x W^T for packed weights; the micro-kernels of narrower weights are in bf16.h, int8.h, int4.h and codebook.h. In
-// fp32 a result is one chain of fused multiply-adds over k in ascending order, whatever its tile: results are
-// batch-invariant.
+// y = x W^T for packed weights; the micro-kernels of narrower weights are in bf16.h, fp8.h, int8.h, int4.h and
+// codebook.h. In fp32 a result is one chain of fused multiply-adds over k in ascending order, whatever its tile:
+// results are batch-invariant.
 #pragma once
 #include <type_traits>
 
 #include "bf16.h"
 #include "codebook.h"
+#include "fp8.h"
 #include "int4.h"
 #include "int8.h"
 #include "kernels.h"
@@ -26,7 +27,8 @@ constexpr int ROW_TILE = 3, PAIR_ROWS = 1, BF16_ROW_TILE = 3, QUANTIZED_ROW_TILE
 
 inline int64_t row_tile(SwarmFormat weights) {
   switch (weights) {
-    case SWARM_BF16: return BF16_ROW_TILE;
+    case SWARM_BF16:
+    case SWARM_FP8: return BF16_ROW_TILE;
     case SWARM_INT8:
     case SWARM_INT4: return QUANTIZED_ROW_TILE;
     default: return ROW_TILE;
@@ -61,10 +63,12 @@ void micro_kernel(const float* x, int64_t tile_rows, int64_t in, const float* w,
     for (int j = 0; j < N; j++) store(c + (r * N + j) * LANES, acc[r][j]);
 }
 
-// The type of a tile's elements: weights of 8 and 4 bits multiply what `quantize` wrote.
+template <typename W>
+constexpr bool ROUNDS_INPUTS = std::is_same_v<W, uint16_t> || std::is_same_v<W, Fp8Codes>;
+// The type of a tile's elements: other weights of 8 and 4 bits multiply what `quantize` wrote.
 template <typename W>
 using Input = std::conditional_t<std::is_same_v<W, float>, float,
-                                 std::conditional_t<std::is_same_v<W, uint16_t>, Bf16Input, char>>;
+                                 std::conditional_t<ROUNDS_INPUTS<W>, Bf16Input, char>>;
 template <typename W>
 using MicroKernel = void (*)(const Input<W>*, int64_t, int64_t, const W*, int64_t, float*);
 
@@ -151,14 +155,14 @@ template <typename W>
 constexpr bool HAS_TWO_SUMS = std::is_same_v<Input<W>, char> && !IS_QUANTIZED<W>;
 template <typename W>
 constexpr int MOST_ROWS = IS_QUANTIZED<W> ? QUANTIZED_ROW_TILE
-                          : std::is_same_v<W, uint16_t> ? BF16_ROW_TILE : ROW_TILE;
+                          : ROUNDS_INPUTS<W> ? BF16_ROW_TILE : ROW_TILE;
 
 // Of a weight block, in elements.
 template <typename W>
 int64_t block_size(int64_t in) {
   if constexpr (std::is_same_v<W, Int4Block>)
     return in / WEIGHT_GROUP;
-  else if constexpr (HAS_TWO_SUMS<W>)
+  else if constexpr (HAS_TWO_SUMS<W> || std::is_same_v<W, Fp8Codes>)
     return W::block_bytes(in);
   else
     return in * BLOCK;
@@ -253,7 +257,8 @@ inline void quantize(SwarmFormat weights, const float* x, int64_t in, float scal
 inline int64_t row_bytes(SwarmFormat weights, int64_t in) {
   switch (weights) {
     case SWARM_FP32: return in * (int64_t)sizeof(float);
-    case SWARM_BF16: return in / BF16_INPUTS * (int64_t)sizeof(Bf16Input);
+    case SWARM_BF16:
+    case SWARM_FP8: return in / BF16_INPUTS * (int64_t)sizeof(Bf16Input);
     case SWARM_INT4: return (in + GROUP - 1) / GROUP * Tile4::GROUP_ROW_BYTES;
     default: return (in + GROUP - 1) / GROUP * Tile8::GROUP_ROW_BYTES;
   }
@@ -264,6 +269,8 @@ inline void linear(const swarm::LinearJob& job, int64_t tile_begin, int64_t tile
     case SWARM_MXFP4: return linear_of<Mxfp4Codes>(job, tile_begin, tile_end, begin, end);
     case SWARM_IQ4_NL: return linear_of<Iq4NlCodes>(job, tile_begin, tile_end, begin, end);
     case SWARM_IQ4_XS: return linear_of<Iq4XsCodes>(job, tile_begin, tile_end, begin, end);
+    case SWARM_NF4: return linear_of<Nf4Codes>(job, tile_begin, tile_end, begin, end);
+    case SWARM_FP8: return linear_of<Fp8Codes>(job, tile_begin, tile_end, begin, end);
     case SWARM_INT4: return linear_of<Int4Block>(job, tile_begin, tile_end, begin, end);
     case SWARM_INT8: return linear_of<uint8_t>(job, tile_begin, tile_end, begin, end);
     case SWARM_BF16:

@@ -65,7 +65,7 @@ const char* Engine::quantized_tiles(const SwarmLinear& weights, const float* x, 
 // The rows packed into a linear's tiles, with RMS norm if `norm` is given.
 const char* Engine::packed_tiles(const SwarmLinear& weights, const float* x, int64_t rows, int64_t tile_rows,
                              const Norm* norm) {
-  const bool bf16 = weights.format == SWARM_BF16;
+  const bool bf16 = rounds_inputs(weights.format);
   if (rows == 1 && !norm && !bf16) return reinterpret_cast<const char*>(x);
   const int64_t in = weights.in, row_floats = table_->row_bytes(weights.format, in) / (int64_t)sizeof(float);
   float* tiles = scratch_.take(ceil_div(rows, tile_rows) * tile_rows * row_floats);
