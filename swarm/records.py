@@ -33,6 +33,7 @@ MAX_LAYERS = 4096
 MAX_OWNERS = 4  # clients of its owner that a record marks
 MAX_LINKS = 24
 MAX_ADDRESS = 192  # characters; a relayed address has two peer ids
+WRONG_DEPTH = "wrong_depth"  # `InvalidRecord.reason` of a record of another number of layers than the model has
 _TAG_BYTES = 16
 _CONTEXT = b"swarm node record 1\0"  # domain separation: the signature is valid for nothing else
 
@@ -211,7 +212,7 @@ def to_snapshot(
         num_layers = min(votes, key=lambda depth: (-votes[depth], depth), default=0)
     agreed = [record for record in valid if record.layers == num_layers]
     if len(agreed) < len(valid):
-        rejected["wrong_depth"] = len(valid) - len(agreed)
+        rejected[WRONG_DEPTH] = len(valid) - len(agreed)
     return Snapshot(model, num_layers, tuple(to_profile(record) for record in agreed), now, dict(rejected))
 
 

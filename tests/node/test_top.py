@@ -155,7 +155,7 @@ def test_sorting_and_scrolling_in_a_low_terminal() -> None:
     assert shown(screen).index("name-p29") < shown(screen).index("name-p28")
 
 
-class FakeDirectory:
+class FakeReader:
     """No node at all; the second look fails, and the fourth ends it."""
 
     def __init__(self, stop: asyncio.Event, problem: Callable[[], str]) -> None:
@@ -163,15 +163,17 @@ class FakeDirectory:
         self.stop = stop
         self.problem = problem
         self.problems: list[str] = []
+        self.book = self
+        self.model = "toy"
 
-    async def read(self, model: str) -> dict[str, bytes]:
+    async def snapshot(self) -> Snapshot:
         self.looks += 1
         self.problems.append(self.problem())
         if self.looks == 2:
             raise NetworkError("no peer answers")
         if self.looks == 4:
             self.stop.set()
-        return {}
+        return Snapshot("toy", 0, ())
 
 
 async def test_a_look_that_fails_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,9 +183,9 @@ async def test_a_look_that_fails_is_tried_again(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(top, "PERIOD_S", 0.01)
     monkeypatch.setattr(top, "_here", nobody)
     stop, screen = asyncio.Event(), looked(node("a", (0, 30)))
-    directory = FakeDirectory(stop, lambda: screen.problem)
+    reader = FakeReader(stop, lambda: screen.problem)
     async with asyncio.timeout(5.0):
-        await top.watch(directory, "toy", screen, stop)  # type: ignore[arg-type]
-    assert directory.problems == ["", "", "cannot read the swarm now: no peer answers", ""]
+        await top.watch(reader, screen, stop)  # type: ignore[arg-type]
+    assert reader.problems == ["", "", "cannot read the swarm now: no peer answers", ""]
     assert screen.overview is not None
     assert screen.overview.nodes == ()

@@ -27,6 +27,7 @@ from swarm.net.base.transport import Connection
 from swarm.net.libp2p.options import HostOptions
 from swarm.net.security.identity import Identity
 from swarm.net.security.swarm_secret import SwarmSecret
+from swarm_node.network.swarm_reader import merged
 
 if TYPE_CHECKING:
     from swarm.net.discovery.autonat import ReachabilityReport
@@ -277,16 +278,20 @@ async def _directory(
         directory = await DhtDirectory.start(transport.daemon, peers, client=True, secret=secret)
         stack.push_async_callback(directory.close)
         await directory.check_clock()
-        found = await directory.read(config.model)
+        found = await directory.read(config.model)  # the reader below passes over a directory that fails
+        reader = await stack.enter_async_context(merged(config.model, peers, transport, directory))
+        seen = [node.peer for node in (await reader.snapshot()).nodes]
     except ClockSkew as error:
         return [Finding("clock", "broken", str(error))]
     except NetworkError as error:
         return [Finding("directory", "broken", str(error))]
     clock = Finding("clock", "ok", "this machine's clock agrees with the others'")
-    if not found:
+    if not seen:
         sentence = f"answers, but nobody serves {config.model} yet; is it the right name?"
         return [clock, Finding("directory", "warning", sentence)]
-    return [clock, Finding("directory", "ok", f"answers: {len(found)} nodes of {config.model}")]
+    told = sum(peer not in found for peer in seen)
+    others = f", {told} of which only other nodes told us of" if told else ""
+    return [clock, Finding("directory", "ok", f"answers: {len(seen)} nodes of {config.model}{others}")]
 
 
 def _free_disk() -> float:

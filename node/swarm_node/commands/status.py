@@ -1,6 +1,6 @@
 """`swarm-node status`: who serves what, how busy they are, which layers are missing, and what runs on this machine.
 
-Owns the format. Reads the directory as a client does and serves nothing itself.
+Owns the format. Sees what a client would see, and serves nothing itself.
 """
 
 from __future__ import annotations
@@ -8,9 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-import time
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +18,9 @@ from rich.table import Table
 
 from swarm.config import DEFAULT_MODEL, Libp2pImpl, local_swarm
 from swarm.errors import UsageError
-from swarm.net.base.transport import Directory
-from swarm.net.security.identity import Identity, verify
-from swarm.net.security.swarm_secret import SwarmSecret
-from swarm.records import to_snapshot
+from swarm.records import WRONG_DEPTH
 from swarm.types import NodeProfile, Snapshot
+from swarm_node.network.swarm_reader import swarm_reader
 from swarm_node.owner import control_socket
 from swarm_node.owner.node_metrics import NodeMetrics
 
@@ -41,13 +37,13 @@ async def show(
         here = [found.metrics for found in await control_socket.find()]
         peers, model = known_here(here, model)
     name = await asyncio.to_thread(name_of_model, model or DEFAULT_MODEL)
-    async with directory_of(peers, secret, libp2p_impl) as directory:
-        snapshot = to_snapshot(await directory.read(name), name, time.time(), verify)
+    async with swarm_reader(name, peers, secret, libp2p_impl) as reader:
+        snapshot = await reader.snapshot()
     if as_json:
         sys.stdout.write(json.dumps({**to_json(snapshot), "here": msgspec.to_builtins(here)}) + "\n")
     else:
         width = None if sys.stdout.isatty() else 140  # a pipe has no width
-        text = [*to_text(snapshot), *([table_of(here)] if here else [])]
+        text = [*to_text(snapshot, reader.book.depth.reason), *([table_of(here)] if here else [])]
         Console(highlight=False, width=width).print(*text, sep="\n", markup=False)
 
 
@@ -106,8 +102,9 @@ def to_json(snapshot: Snapshot) -> dict[str, Any]:
     }
 
 
-def to_text(snapshot: Snapshot) -> list[Table | str]:
-    """A table of nodes, then one line on coverage."""
+def to_text(snapshot: Snapshot, depth_reason: str = "") -> list[Table | str]:
+    """A table of nodes, then one line on coverage, and what was left aside. `depth_reason`: who says how many layers
+    there are."""
     if not snapshot.nodes:
         return [f"No node of {snapshot.model} is known to these peers."]
     table = Table(title=f"{snapshot.model}, {snapshot.num_layers} layers", title_justify="left")
@@ -130,7 +127,10 @@ def to_text(snapshot: Snapshot) -> list[Table | str]:
         verdict = "Nobody serves layers " + ", ".join(f"{a}:{b}" for a, b in missing) + "."
     else:
         verdict = f"Every layer is served, by {min(snapshot.coverage())} or more nodes."
-    ignored = [f"{count} records ignored: {reason}" for reason, count in sorted(snapshot.rejected_records.items())]
+    reasons = {reason: reason for reason in snapshot.rejected_records}
+    if WRONG_DEPTH in reasons and depth_reason:
+        reasons[WRONG_DEPTH] += f" (of another number of layers than {snapshot.num_layers}; {depth_reason})"
+    ignored = [f"{n} records ignored: {reasons[reason]}" for reason, n in sorted(snapshot.rejected_records.items())]
     return [table, verdict, *ignored]
 
 
@@ -166,22 +166,3 @@ def name_of_model(spec: str) -> str:
         return source.name
     finally:
         source.close()
-
-
-@asynccontextmanager
-async def directory_of(peers: tuple[str, ...], secret: str, libp2p_impl: Libp2pImpl) -> AsyncIterator[Directory]:
-    """The directory that `peers` share, read as a client. Raises PeerUnreachable, NetworkError."""
-    from swarm.net.dht.directory import DhtDirectory
-    from swarm.net.libp2p.options import HostOptions
-    from swarm.net.transports.libp2p_streams import Libp2pTransport
-
-    keys = SwarmSecret(secret) if secret else None
-    transport = await Libp2pTransport.start(Identity.generate(), HostOptions(peers=peers), libp2p_impl=libp2p_impl)
-    try:
-        directory = await DhtDirectory.start(transport, peers, client=True, secret=keys)
-        try:
-            yield directory
-        finally:
-            await directory.close()
-    finally:
-        await transport.close()

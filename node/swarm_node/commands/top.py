@@ -1,6 +1,6 @@
 """`swarm-node top`: a swarm on the terminal, read anew every second. What it looks like is in `top_screen`.
 
-Owns the loop and the keys. Reads the directory as a client does and serves nothing.
+Owns the loop and the keys. Sees what a client would see, and serves nothing.
 """
 
 from __future__ import annotations
@@ -19,12 +19,11 @@ from rich.live import Live
 
 from swarm.config import DEFAULT_MODEL, Libp2pImpl
 from swarm.errors import NetworkError
-from swarm.net.base.transport import Directory
-from swarm.net.security.identity import verify
+from swarm.net.gossip.record_reader import RecordReader
 from swarm.overview import SwarmOverview
-from swarm.records import to_snapshot
-from swarm_node.commands.status import directory_of, known_here, name_of_model
+from swarm_node.commands.status import known_here, name_of_model
 from swarm_node.commands.top_screen import TopScreen
+from swarm_node.network.swarm_reader import swarm_reader
 from swarm_node.owner import control_socket
 from swarm_node.owner.node_metrics import NodeMetrics
 
@@ -52,8 +51,8 @@ async def show(
     if not peers:
         peers, model = known_here(here, model)
     name = await asyncio.to_thread(name_of_model, model or DEFAULT_MODEL)
-    async with directory_of(peers, secret, libp2p_impl) as directory:
-        overview = await read(directory, name)
+    async with swarm_reader(name, peers, secret, libp2p_impl) as reader:
+        overview = await read(reader)
         if as_json:
             sys.stdout.write(msgspec.json.encode(overview).decode() + "\n")
             return
@@ -63,16 +62,15 @@ async def show(
             console = Console(highlight=False, width=None if sys.stdout.isatty() else PIPE_WIDTH)
             console.print(screen)
         else:
-            await watch(directory, name, screen, stop)
+            await watch(reader, screen, stop)
 
 
-async def read(directory: Directory, model: str) -> SwarmOverview:
+async def read(reader: RecordReader) -> SwarmOverview:
     """Raises NetworkError."""
-    now = time.time()
-    return SwarmOverview.of(to_snapshot(await directory.read(model), model, now, verify), now)
+    return SwarmOverview.of(await reader.snapshot(), time.time())
 
 
-async def watch(directory: Directory, model: str, screen: TopScreen, stop: asyncio.Event) -> None:
+async def watch(reader: RecordReader, screen: TopScreen, stop: asyncio.Event) -> None:
     """Look every second and redraw, until `stop` is set."""
     console = Console(highlight=False)
     live = Live(screen, console=console, screen=True, auto_refresh=False)
@@ -95,7 +93,7 @@ async def watch(directory: Directory, model: str, screen: TopScreen, stop: async
             redraw()
             await _pause(stop)
             try:
-                overview, here = await read(directory, model), await _here(model)
+                overview, here = await read(reader), await _here(reader.book.model)
             except NetworkError as error:  # it is tried again in a second; the last look stays
                 screen.problem = f"cannot read the swarm now: {error}"
                 continue

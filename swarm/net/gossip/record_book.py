@@ -16,10 +16,11 @@ from dataclasses import dataclass
 
 from swarm import records
 from swarm.gossip_messages import MAX_LISTED, MAX_RECORDS, MAX_SLICES, RECORD_KEY_BYTES
+from swarm.net.gossip.model_depth import DepthClaim, ModelDepth, model_depth
 from swarm.net.gossip.record_offers import DIRECTORY, OfferedRecord, RecordIntakePolicy, RecordOffers
 from swarm.net.security.proof_of_work import proof_bits
 from swarm.record_admission import RecordCandidate, admit
-from swarm.records import InvalidRecord, NodeRecord, Verify
+from swarm.records import WRONG_DEPTH, InvalidRecord, NodeRecord, Verify
 from swarm.types import NodeProfile, PeerId, Snapshot
 
 _TIMELY = frozenset({"late", "from_the_future"})  # what was wrong with them may be a clock's fault, or pass
@@ -69,17 +70,19 @@ class KnownRecord:
 class RecordBook:
     """`offer...` records, `examine` those of `to_examine`; `snapshot` is what they say.
 
-    `own`: the peer id of a reader that is a node, whose own record is trusted as it is. `is_connected`: whether this
-    reader holds a link to a peer that it chose itself.
+    `num_layers`: the model's depth; None: this reader does not open the model and takes it from the records
+    (`model_depth`), those of the peers in `named` first. `own`: the peer id of a reader that is a node, whose own
+    record is trusted as it is. `is_connected`: whether this reader holds a link to a peer that it chose itself.
     """
 
     def __init__(
         self,
         model: str,
-        num_layers: int,
+        num_layers: int | None,
         verify: Verify,
         rng: random.Random,
         *,
+        named: Collection[PeerId] = (),
         own: PeerId = "",
         is_connected: Callable[[PeerId], bool] = lambda peer: False,
         policy: RecordBookPolicy = RecordBookPolicy(),
@@ -88,6 +91,8 @@ class RecordBook:
         self.model = model
         self.own = own
         self._num_layers = num_layers
+        self._named = frozenset(named)
+        self._depth = ModelDepth() if num_layers is None else ModelDepth(num_layers, "model")
         self._verify = verify
         self._rng = rng
         self._is_connected = is_connected
@@ -197,12 +202,29 @@ class RecordBook:
 
     def snapshot(self, now: float) -> Snapshot:
         """The nodes whose records are live and that have not left."""
-        nodes = tuple(
-            known.profile
-            for _, known in sorted(self._known.items())
-            if known.record.until > now and not known.record.left
-        )
-        return Snapshot(self.model, self._num_layers, nodes, now, dict(self._rejected))
+        live = [k for _, k in sorted(self._known.items()) if k.record.until > now and not k.record.left]
+        layers, rejected = self._decide_depth(live, now).layers, self._rejected
+        agreed = tuple(known.profile for known in live if known.record.layers == layers)
+        if len(agreed) < len(live):
+            rejected = rejected + Counter({WRONG_DEPTH: len(live) - len(agreed)})
+        return Snapshot(self.model, layers, agreed, now, dict(rejected))
+
+    @property
+    def depth(self) -> ModelDepth:
+        """As of the latest snapshot, and who decided it."""
+        return self._depth
+
+    def _decide_depth(self, live: Collection[KnownRecord], now: float) -> ModelDepth:
+        if self._num_layers is None:
+            differ = len({known.record.layers for known in live}) > 1  # else nobody's proof matters
+            claims = [
+                DepthClaim(
+                    known.record.layers, known.record.peer in self._named, differ and _proof_bits(known, now) > 0
+                )
+                for known in live
+            ]
+            self._depth = model_depth(claims, self._depth)
+        return self._depth
 
     def _is_newer(self, offered: OfferedRecord) -> bool:
         """Whether it says that it is newer than what we hold. Raises InvalidRecord."""
@@ -211,8 +233,8 @@ class RecordBook:
         return held is None or at > held.record.at
 
     def _check_depth(self, record: NodeRecord) -> None:
-        if record.layers != self._num_layers:
-            raise InvalidRecord("wrong_depth", f"{record.peer} has {record.layers} layers, not {self._num_layers}")
+        if self._num_layers not in (None, record.layers):
+            raise InvalidRecord(WRONG_DEPTH, f"{record.peer} has {record.layers} layers, not {self._num_layers}")
 
     def _settle(self, offered: OfferedRecord, reason: str) -> None:
         self._settled[hash((offered.peer, offered.data))] = reason
@@ -233,14 +255,15 @@ class RecordBook:
     def _shrink(self, now: float) -> None:
         """Down to the bounds: the live records that `record_admission` keeps, and few of those that have expired."""
         self._swept_at = now
-        limit, kept = self._policy.max_records, {self.own}
+        limit, kept = self._policy.max_records, {self.own, *(self._named & self._known.keys())}
         live: list[KnownRecord] = []
         expired: list[KnownRecord] = []
         for known in self._known.values():
             (live if known.record.until > now else expired).append(known)
         expired.sort(key=lambda known: known.first_seen - known.record.until)
         if len(live) > limit:
-            kept.update(candidate.peer for candidate in admit(self._candidates(live, now), limit - 1, now, self._salt))
+            chosen = admit(self._candidates(live, now), limit - len(kept), now, self._salt)
+            kept.update(candidate.peer for candidate in chosen)
         else:
             kept.update(known.record.peer for known in live)
         kept.update(known.record.peer for known in expired[: min(self._policy.max_expired, max(0, limit - len(live)))])
@@ -254,7 +277,7 @@ class RecordBook:
             RecordCandidate(
                 known.record.peer,
                 known.first_seen,
-                proof_bits=proof_bits(known.record.peer, known.record.proof, now) if known.record.proof else 0,
+                proof_bits=_proof_bits(known, now),
                 is_connected=self._is_connected(known.record.peer),
             )
             for known in live
@@ -333,6 +356,10 @@ class RecordBook:
         kept = [k for k in self._known.values() if not k.record.left and k.record.peer != self.own]
         kept.sort(key=lambda known: (-known.record.until, known.first_seen))
         return [(known.data, known.first_seen) for known in kept[:limit]]
+
+
+def _proof_bits(known: KnownRecord, now: float) -> int:
+    return proof_bits(known.record.peer, known.record.proof, now) if known.record.proof else 0
 
 
 def in_slice_of(key: bytes, number: int, slices: int) -> bool:

@@ -112,7 +112,7 @@ class RecordReader:
         snapshot = self.book.snapshot(self._wall_clock())
         if failure is not None and not snapshot.nodes:
             raise failure
-        self._is_lacking = bool(snapshot.missing())
+        self._is_lacking = not _is_whole(snapshot)
         if self._file is not None and self._file.due(asyncio.get_running_loop().time()):
             kept = self.book.longest_known(self._file.max_records)
             self._tasks.start(asyncio.to_thread(self._file.save, kept), "save records")
@@ -193,7 +193,7 @@ class RecordReader:
             answers = {answer for answer in answers if not answer.done()}
             if self.has_been_heard:  # one may not know all, or not say so
                 until = min(until, loop.time() + policy.first_grace_s)
-                if policy.first_without_directory and not self.book.snapshot(self._wall_clock()).missing():
+                if policy.first_without_directory and _is_whole(self.book.snapshot(self._wall_clock())):
                     give_up = min(give_up, until)
 
     def _ask_some(self) -> list[asyncio.Task[None]]:
@@ -288,3 +288,8 @@ class RecordReader:
                 self.book.remember(data, first_seen, now)
             if number % self._policy.slice_records == 0:
                 await asyncio.sleep(0)
+
+
+def _is_whole(snapshot: Snapshot) -> bool:
+    """Whether each layer has a node; without any record, a reader may not know how many layers there are."""
+    return snapshot.num_layers > 0 and not snapshot.missing()
