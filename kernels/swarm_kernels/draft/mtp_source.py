@@ -25,8 +25,8 @@ from swarm_kernels.models.hf_config import model_config
 from swarm_kernels.models.layer_kinds import FULL
 from swarm_kernels.models.layers import has_tied_head
 from swarm_kernels.models.source import FetchProgress, ModelSource
-from swarm_kernels.ops.base.codebook_linear import StoredFourBits
 from swarm_kernels.ops.base.matrix import Matrix
+from swarm_kernels.ops.base.stored_weights import StoredWeights
 from swarm_kernels.runtime.llama_span import EMBEDDING, FINAL_NORM, HEAD
 
 LAYERS, LAYER = 3, 1
@@ -149,8 +149,8 @@ class MtpBlock:
     def native(self, hf_name: str) -> torch.dtype:
         return self._target.native(self._name(hf_name))
 
-    def four_bits(self, hf_name: str, expert: int | None = None) -> StoredFourBits | None:
-        return self._target.four_bits(self._name(hf_name), expert)
+    def as_stored(self, hf_name: str, expert: int | None = None) -> StoredWeights | None:
+        return self._target.as_stored(self._name(hf_name), expert)
 
     def missing_bytes(self, names: Iterable[str]) -> int:
         return self._target.missing_bytes([self._name(name) for name in names])
