@@ -37,8 +37,8 @@ OTHERS = {
     "int8": HonestSpread(0.2, 0.08, 8.0),
     "int4": HonestSpread(0.2, 0.08, 8.0),
 }
-"""Where one of the two does not say what it computes with. Of int8 and int4 measured on transformers' layers alone,
-which stay below half of it; wide for the rest."""
+"""Where one of the two does not say what it computes with. In int8 and int4 plain torch and transformers' layers stay
+below half of it; wide for the rest."""
 
 
 @dataclass(frozen=True, slots=True)
