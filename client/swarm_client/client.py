@@ -46,10 +46,11 @@ from swarm_client.generation.session_manager import SessionManager
 from swarm_client.generation.shared_prefill import SharedPrefill
 from swarm_client.generation.stop_strings import StopStrings
 from swarm_client.generation.text_stream import TextStream
+from swarm_client.generation.turns import Turns
 from swarm_client.home.ends import HomeEnds, hold_ends
 from swarm_client.home.trusted_ends import TrustedEnds
 from swarm_client.network.connection import ClientNetwork, connect
-from swarm_client.outline.outliner import SkeletonDecoder, slots
+from swarm_client.outline.outliner import SkeletonDecoder
 from swarm_client.outline.templates import BUILT_IN, load_templates
 from swarm_client.routing.conversations import Conversations
 from swarm_client.routing.home_router import HomeRouter, router_of
@@ -114,7 +115,7 @@ class SwarmClient:
         self._grammars: GrammarCompiler | None = None
         self._grammar_threads = ThreadPoolExecutor(MAX_GRAMMAR_THREADS, thread_name_prefix="swarm-grammar")
         self._skeleton_decoder: SkeletonDecoder | None = None
-        self._slots = slots(self.config.limits.max_sessions_per_peer)  # of outlined points and forks
+        self._turns = Turns(self.config.limits)
 
     async def __aenter__(self) -> SwarmClient:
         """Raises ModelError, UsageError (no peers), PeerUnreachable."""
@@ -160,7 +161,7 @@ class SwarmClient:
                 self._stream,
                 self._tokenizer,
                 source.config.context_length,
-                self._slots,
+                self._turns.parts,
                 load_templates(self.config.outline_templates) if self.config.outline_templates else BUILT_IN,
             )
             self._stack = stack.pop_all()
@@ -219,7 +220,7 @@ class SwarmClient:
         """
         if isinstance(n, bool) or not isinstance(n, int) or not 1 <= n <= MAX_FORKS:
             raise InvalidRequest(f"n is {n!r}; it must be an integer from 1 to {MAX_FORKS}")
-        ids, checked, prefill = self._encode(prompt), self._options(options), SharedPrefill(self._slots)
+        ids, checked, prefill = self._encode(prompt), self._options(options), SharedPrefill(self._turns.parts)
         seed = checked.sampling().seed
         first = replace(checked, seed=seed)
         others = [replace(checked, seed=(seed + i) % MAX_SEED, prompt_logprobs=None) for i in range(1, n)]
@@ -331,7 +332,7 @@ class SwarmClient:
             conversations=self._conversations,
         )
         loop = GenerationLoop(
-            generation, sessions, self.config.limits, speculation, self._answer_grammar(options.grammar)
+            generation, sessions, self.config.limits, self._turns, speculation, self._answer_grammar(options.grammar)
         )
         return TextStream(
             loop,

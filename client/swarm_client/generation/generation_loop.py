@@ -18,6 +18,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from dataclasses import dataclass, field
 
 from swarm.config import Limits
@@ -40,6 +41,7 @@ from swarm.types import Chain, TappedRows
 from swarm_client.auditing.result import AuditResult
 from swarm_client.generation.answer_grammar import AnswerGrammar
 from swarm_client.generation.session_manager import SessionManager
+from swarm_client.generation.turns import Turns
 from swarm_client.health.stall_locator import hop_holding
 from swarm_client.health.straggler_detector import StragglerDetector, StragglerSuspicion
 from swarm_client.session.hop_links import HopFailed
@@ -78,6 +80,7 @@ class GenerationLoop:
     generation: GenerationState
     sessions: SessionManager
     limits: Limits
+    turns: Turns
     speculation: ClientSpeculation | None = None
     grammar: AnswerGrammar | None = None
     policy: RepairPolicy = RepairPolicy()
@@ -98,9 +101,16 @@ class GenerationLoop:
     async def run(self) -> AsyncGenerator[EmitTokens | Waiting | Finish, None]:
         """Yields tokens as they are committed. Closing the generator closes the session on every hop.
 
-        Raises InvalidRequest for a bad grammar, NoRoute when no chain covers the model, or the last hop's own error
-        when every chain failed.
+        Raises InvalidRequest for a bad grammar, NoRoute when no chain covers the model, NodeBusy when the client's
+        other generations do not end, or the last hop's own error when every chain failed.
         """
+        if self.turns.is_over:
+            yield Waiting(f"{self.turns.most} answers of this client are being written; this one waits for its turn")
+        async with self.turns.turn(), aclosing(self._run()) as actions:
+            async for action in actions:
+                yield action
+
+    async def _run(self) -> AsyncGenerator[EmitTokens | Waiting | Finish, None]:
         try:
             if self.grammar is not None:
                 await self.grammar.begin()

@@ -20,12 +20,10 @@ from swarm_client.outline.templates import BUILT_IN, Template
 
 @dataclass(frozen=True, slots=True)
 class OutlinePolicy:
-    """`spare_sessions`: of a node's limit per client, kept free for the outline and one ordinary answer; a larger value
-    leaves fewer points in parallel, a smaller one risks refused sessions. `title_tokens`: reserved for a point's title
-    in its prompt and heading; a larger value refuses outlines earlier, a smaller one risks a context overflow.
+    """`title_tokens`: reserved for a point's title in its prompt and heading; a larger value refuses outlines earlier,
+    a smaller one risks a context overflow.
     """
 
-    spare_sessions: int = 2
     title_tokens: int = 64
 
 
@@ -66,8 +64,3 @@ class SkeletonDecoder:
     ) -> OutlineStream:
         """An answer with or without an outline, by `routing`. Raises InvalidRequest."""
         return OutlineStream(self.start_generation, self.tokenizer, messages, options, routing, self.slots, self.clock)
-
-
-def slots(max_sessions_per_peer: int) -> asyncio.Semaphore:
-    """Limits the points that a client generates in parallel on the same nodes."""
-    return asyncio.Semaphore(max(1, max_sessions_per_peer - POLICY.spare_sessions))
