@@ -43,10 +43,10 @@ from swarm_client.generation.answer_grammar import AnswerGrammar
 from swarm_client.generation.audited_answer import read_audited
 from swarm_client.generation.generation_loop import GenerationLoop
 from swarm_client.generation.session_manager import SessionManager
+from swarm_client.generation.session_turns import SessionTurns
 from swarm_client.generation.shared_prefill import SharedPrefill
 from swarm_client.generation.stop_strings import StopStrings
 from swarm_client.generation.text_stream import TextStream
-from swarm_client.generation.turns import Turns
 from swarm_client.home.ends import HomeEnds, hold_ends
 from swarm_client.home.trusted_ends import TrustedEnds
 from swarm_client.network.connection import ClientNetwork, connect
@@ -115,7 +115,7 @@ class SwarmClient:
         self._grammars: GrammarCompiler | None = None
         self._grammar_threads = ThreadPoolExecutor(MAX_GRAMMAR_THREADS, thread_name_prefix="swarm-grammar")
         self._skeleton_decoder: SkeletonDecoder | None = None
-        self._turns = Turns(self.config.limits)
+        self._turns = SessionTurns(self.config.limits)
 
     async def __aenter__(self) -> SwarmClient:
         """Raises ModelError, UsageError (no peers), PeerUnreachable."""

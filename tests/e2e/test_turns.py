@@ -52,7 +52,7 @@ async def test_streams_that_nobody_reads_are_named(source: ModelTensors) -> None
             for prompt in PROMPTS[: FEW.max_sessions_per_peer]:
                 stream = await stack.enter_async_context(client.stream(prompt, max_new_tokens=6))
                 await anext(aiter(stream))
-            with pytest.raises(NodeBusy, match="3 generations open.*read each stream to its end, or close it"):
+            with pytest.raises(NodeBusy, match=r"3 generations open.*read each stream to its end, or close it"):
                 await client.generate(PROMPTS[-1], max_new_tokens=6)
         assert len((await client.generate(PROMPTS[-1], max_new_tokens=6)).token_ids) == 6
 

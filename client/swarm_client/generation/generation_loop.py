@@ -41,7 +41,7 @@ from swarm.types import Chain, TappedRows
 from swarm_client.auditing.result import AuditResult
 from swarm_client.generation.answer_grammar import AnswerGrammar
 from swarm_client.generation.session_manager import SessionManager
-from swarm_client.generation.turns import Turns
+from swarm_client.generation.session_turns import SessionTurns
 from swarm_client.health.stall_locator import hop_holding
 from swarm_client.health.straggler_detector import StragglerDetector, StragglerSuspicion
 from swarm_client.session.hop_links import HopFailed
@@ -80,7 +80,7 @@ class GenerationLoop:
     generation: GenerationState
     sessions: SessionManager
     limits: Limits
-    turns: Turns
+    turns: SessionTurns
     speculation: ClientSpeculation | None = None
     grammar: AnswerGrammar | None = None
     policy: RepairPolicy = RepairPolicy()

@@ -14,7 +14,7 @@ from swarm.config import Limits
 from swarm.errors import NodeBusy
 
 
-class Turns:
+class SessionTurns:
     """Of one client. `parts`: one is held by every part of an answer that runs, before its turn."""
 
     def __init__(self, limits: Limits, spare: int = 2) -> None:
