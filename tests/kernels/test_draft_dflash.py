@@ -134,6 +134,24 @@ def test_rows_in_any_order_and_gaps_between_them(tmp_path: Path) -> None:
     matches([0, 1], 3)
 
 
+def test_a_block_that_was_filled_is_known(tmp_path: Path) -> None:
+    session = DFlashSession(draft(save_release(tmp_path, random_tensors()), source()))
+    session.reset(list(range(11)))
+    assert session.known([()], 2) == [None]
+    session.add(rows(some_rows(12), range(10)))
+    assert session.known([()], 2) == [None]
+    paths: list[tuple[int, ...]] = [(), (1, 2), (1,) * (BLOCK - 2), (1,) * BLOCK]
+    proposed = session.propose(paths, 4)
+    assert session.known(paths, 4) == proposed
+    assert session.known(paths, 2) == [found[:2] for found in proposed]
+    assert proposed[-1] == []  # beyond the block nothing is left to ask for
+    assert session.known([()], 5) == [None]
+    session.extend([3])
+    assert session.known([()], 2) == [None]
+    session.add(rows(some_rows(12), [10]))
+    assert session.known([()], 2) == [None]
+
+
 def test_beyond_its_context_there_are_no_drafts(tmp_path: Path) -> None:
     session = DFlashSession(draft(save_release(tmp_path, random_tensors()), source()), max_tokens=10 + BLOCK)
     session.reset(list(range(11)))
