@@ -43,6 +43,7 @@ async def test_a_folder_is_a_drafter_and_names_its_taps(save: Any, tmp_path: Pat
     await drafter.extend([10, 11], (), rows(0, 11))
     ((*candidates,),) = await drafter.propose_many([()], 3)
     assert len(candidates) == 3
+    assert await drafter.propose_cached([(), (50,)], 3) == ([candidates, []], [0.0, 1.0])
     drafter.close()
 
 

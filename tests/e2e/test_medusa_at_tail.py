@@ -55,6 +55,27 @@ def heads_for(answer: Sequence[int], source: Any, folder: Path) -> Path:
     return folder / "heads.safetensors"
 
 
+def test_auto_asks_for_heads_where_nothing_else_is_at_hand_and_says_so(tmp_path: Path) -> None:
+    made = tiny_model("llama")
+    source, truth = ModelTensors(made), hf_greedy(made, PROMPT, TOKENS)
+
+    async def scenario() -> None:
+        heads = heads_for(truth, source, tmp_path)
+        async with (
+            memory_swarm(source, cut(6, 3), LinkModel(delay_s=0.02), heads=heads) as swarm,
+            swarm.client(drafter="auto") as client,
+        ):
+            answer = await client.generate(PROMPT, max_new_tokens=TOKENS, decoding="tree")
+        assert list(answer.token_ids) == truth
+        assert answer.speculation is not None
+        assert answer.speculation["hits"] > TOKENS // 3
+        choice = "drafting with n-grams and the last node's Medusa heads, because nothing else is at hand"
+        assert answer.speculation["choice"].startswith(choice)
+        assert answer.explanation.endswith("; " + answer.speculation["choice"])
+
+    run(scenario())
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["tree", "pipedec", "pipelined-tree", "auto", "sequential"])
 @pytest.mark.parametrize("borders", [(), (2, 4)], ids=["one hop", "three"])
@@ -72,6 +93,7 @@ def test_accurate_heads_give_several_tokens_per_round_trip(
         ):
             answer = await client.generate(PROMPT, max_new_tokens=TOKENS, decoding=strategy)
             assert list(answer.token_ids) == truth
+            assert "drafting with" not in answer.explanation  # that was the user's choice
             if strategy in ("tree", "pipelined-tree", "auto"):
                 plain = 1 / (0.02 * (len(borders) + 2))  # tokens/s, by the links alone
                 assert answer.tokens_per_second > 2.0 * plain

@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 import torch
 from dflash_reference import BLOCK, LAYER, Reference, random_tensors, save_release, save_speculators
+from fake_hub import FakeHub, folder_files, use
 from tiny_models import ModelTensors, tiny_model
 
 from swarm.errors import CorruptModel, DrafterFailed, ModelError, ModelNotFound, UnsupportedModel
 from swarm_kernels.draft.dflash import DFlashDraft, open_dflash
 from swarm_kernels.draft.dflash_file import load_dflash
 from swarm_kernels.draft.dflash_session import DFlashSession
-from swarm_kernels.draft.folder import DFLASH, drafter_kind
+from swarm_kernels.draft.folder import DFLASH, drafter_kind, fetched_folder
 from swarm_kernels.draft.session import DraftCachePolicy
 from swarm_kernels.draft.tapped import target_ends
 from swarm_kernels.ops.base.layer_weights import plain_linear
@@ -132,6 +133,24 @@ def test_rows_in_any_order_and_gaps_between_them(tmp_path: Path) -> None:
     session.reset(text[:3])
     session.add(rows(tapped, [0, 1, 30, 31]))  # some beyond the text
     matches([0, 1], 3)
+
+
+def test_a_block_that_was_filled_is_known(tmp_path: Path) -> None:
+    session = DFlashSession(draft(save_release(tmp_path, random_tensors()), source()))
+    session.reset(list(range(11)))
+    assert session.known([()], 2) == [None]
+    session.add(rows(some_rows(12), range(10)))
+    assert session.known([()], 2) == [None]
+    paths: list[tuple[int, ...]] = [(), (1, 2), (1,) * (BLOCK - 2), (1,) * BLOCK]
+    proposed = session.propose(paths, 4)
+    assert session.known(paths, 4) == proposed
+    assert session.known(paths, 2) == [found[:2] for found in proposed]
+    assert proposed[-1] == []  # beyond the block nothing is left to ask for
+    assert session.known([()], 5) == [None]
+    session.extend([3])
+    assert session.known([()], 2) == [None]
+    session.add(rows(some_rows(12), [10]))
+    assert session.known([()], 2) == [None]
 
 
 def test_beyond_its_context_there_are_no_drafts(tmp_path: Path) -> None:
@@ -278,3 +297,32 @@ def test_folders_without_one(tmp_path: Path) -> None:
         open_dflash(tmp_path, source())
     with pytest.raises(ModelNotFound, match="no drafter"):
         open_dflash(tmp_path / "none", source())
+
+
+def test_a_drafter_on_a_hub_is_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = save_release(tmp_path / "head", random_tensors())
+    with FakeHub(folder_files(folder)).running() as hub:
+        use(hub, tmp_path / "cache", monkeypatch)
+        fetched = fetched_folder("org/name")
+        assert fetched is not None
+        assert load_dflash(fetched, source().config).config.taps == (2, 4, 6)
+        hub.sent.clear()
+        assert fetched_folder("org/name") == fetched
+        assert not any(sent.path.endswith(".safetensors") for sent in hub.sent)
+        hub.files["more.safetensors"] = b"x"
+        hub.commit = "beef" + "0" * 36
+        with pytest.raises(ModelNotFound, match="org/name has 2 safetensors files; a drafter is one"):
+            fetched_folder("org/name")
+
+
+def test_a_repository_that_is_no_drafter_is_not_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert fetched_folder("name") is None
+    assert fetched_folder("../org/name") is None
+    assert fetched_folder(str(tmp_path)) is None
+    with FakeHub({"config.json": b'{"model_type": "llama"}', "model.safetensors": b"x" * 99}).running() as hub:
+        use(hub, tmp_path / "cache", monkeypatch)
+        assert fetched_folder("org/name") is None
+        assert not any(sent.path.endswith(".safetensors") for sent in hub.sent)
+        hub.files = {"model.safetensors": b"x"}
+        hub.commit = "beef" + "0" * 36
+        assert fetched_folder("org/name") is None

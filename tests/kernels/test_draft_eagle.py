@@ -140,6 +140,18 @@ def test_it_starts_with_the_rows_that_there_are(tmp_path: Path) -> None:
     matches(25, 27)
 
 
+def test_what_was_computed_is_known(tmp_path: Path) -> None:
+    session = EagleSession(draft(save_speculators(tmp_path, random_tensors())))
+    session.reset(list(range(10)))
+    session.add(rows(torch.randn(12, 288), range(9)))
+    assert session.known([()], 2) == [None]
+    first, second = session.propose([(), (1,)], 3)
+    assert session.known([(), (1,), (2,), (1, 2)], 3) == [first, second, None, None]
+    assert session.known([()], 4) == [None]
+    session.extend([1])
+    assert session.known([(), (1,)], 2) == [None, None]
+
+
 def test_beyond_its_context_there_are_no_drafts(tmp_path: Path) -> None:
     session = EagleSession(draft(save_speculators(tmp_path, random_tensors())), max_tokens=12)
     session.reset(list(range(10)))

@@ -11,11 +11,14 @@ from mtp_reference import KINDS, Checkpoint
 from zoo.shrink import LAYERS
 
 from swarm.errors import CorruptModel, DrafterFailed, ModelError, UnsupportedModel
+from swarm.types import LayerSpan
 from swarm_kernels.draft.eagle_session import EagleSession
 from swarm_kernels.draft.mtp import MtpDraft, open_mtp
 from swarm_kernels.draft.mtp_source import find_mtp
 from swarm_kernels.models.hf_config import model_config
+from swarm_kernels.models.layers import tensors_of_span
 from swarm_kernels.ops.base.layer_weights import plain_linear
+from swarm_kernels.runtime.load import load_span
 from swarm_kernels.runtime.taps import decode, encode
 
 
@@ -85,6 +88,21 @@ def test_without_such_layers_there_is_nothing_to_open() -> None:
     assert find_mtp(checkpoint.source) is None
     with pytest.raises(DrafterFailed, match="has no MTP layers"):
         open_mtp(checkpoint.source)
+
+
+@pytest.mark.parametrize("layout", ["mimo", "glm, own ends", "deepseek", "qwen3.5", "qwen3-next"])
+def test_no_node_reads_them(layout: str) -> None:
+    checkpoint = Checkpoint(layout)
+    source, whole = checkpoint.source, LayerSpan(0, LAYERS)
+    read = set(tensors_of_span(source, whole))
+    assert not read & checkpoint.tensors.keys()
+    assert {
+        name for name in source.names() if "layers.0." in name and not name.startswith(("mtp", "model.mtp"))
+    } <= read
+    source.read.clear()
+    load_span(source, whole, torch.float32)
+    assert source.read
+    assert not set(source.read) & checkpoint.tensors.keys()
 
 
 def test_layers_of_another_layout_are_refused() -> None:

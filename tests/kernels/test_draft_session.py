@@ -25,7 +25,7 @@ WIDTH = 5
 def model() -> Iterator[LocalModel]:
     """In fp32, where a session and a plain pass must agree closely; drafts themselves run in 8 bits."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(models, "_dtype", lambda config, device: torch.float32)
+        patch.setattr(models, "served_dtype", lambda config, device: torch.float32)
         yield LocalModel(ModelTensors(tiny_model("llama")))
 
 

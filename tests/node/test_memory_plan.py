@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from mtp_reference import Checkpoint
 from tiny_models import ModelTensors, tiny_model
 
 from swarm.errors import OutOfMemory
@@ -106,3 +107,12 @@ def test_the_estimate_is_what_a_loaded_span_takes(tied: bool, dtype: str, ends: 
     assert w.kv_token == span.kv_bytes_per_token_per_layer
     assert w.layer == pytest.approx(span.layer_bytes, rel=0.05)
     assert w.span_bytes(layers) == pytest.approx(len(layers) * span.layer_bytes + span.edge_bytes, rel=0.05)
+
+
+@pytest.mark.parametrize("layout", ["mimo", "glm, own ends", "qwen3.5"])
+def test_layers_that_only_drafters_read_take_no_memory_of_a_node(layout: str) -> None:
+    checkpoint = Checkpoint(layout)
+    planned = ModelMemory.of(checkpoint.source, DTYPES["bf16"])
+    for name in checkpoint.tensors:
+        checkpoint.source.forget(name)
+    assert ModelMemory.of(checkpoint.source, DTYPES["bf16"]) == planned

@@ -54,7 +54,7 @@ class DrafterFactory:
     @classmethod
     async def load(cls, drafter: str, target: ModelSource, tokenizer: ChatTokenizer) -> DrafterFactory:
         """`drafter`: AUTO, NGRAM, MEDUSA, MTP, BUNDLED (if there is one for the target), a trained draft's file, the
-        folder of an EAGLE-3 or DFlash drafter, or a model.
+        folder of an EAGLE-3 or DFlash drafter, here or on a hub, or a model.
 
         One that cannot be used is logged and left out.
         """
@@ -107,7 +107,7 @@ def _open(drafter: str, target: ModelSource, tokenizer: ChatTokenizer) -> Callab
     """Raises ModelError and DrafterFailed."""
     from swarm_client.speculation.drafter_offers import open_folder, open_layer, open_trained
     from swarm_client.speculation.drafters.model import ModelDrafter, check_vocabulary
-    from swarm_kernels.draft.folder import drafter_kind
+    from swarm_kernels.draft.folder import drafter_kind, fetched_folder
     from swarm_kernels.draft.models import LocalModel
     from swarm_kernels.models.open import open_model
     from swarm_kernels.tokenizer.tokenizer import load_tokenizer
@@ -119,6 +119,8 @@ def _open(drafter: str, target: ModelSource, tokenizer: ChatTokenizer) -> Callab
         return open_trained(path, target)
     if drafter_kind(path) is not None:
         return open_folder(path, target)
+    if (fetched := fetched_folder(drafter)) is not None:
+        return open_folder(fetched, target, drafter)
     source = open_model(drafter)
     check_vocabulary(source, load_tokenizer(source), target, tokenizer)
     local = LocalModel(source)

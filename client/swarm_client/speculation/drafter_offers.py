@@ -62,10 +62,11 @@ def find_offers(target: ModelSource) -> FoundDrafters:
     return found
 
 
-def open_folder(folder: Path, target: ModelSource) -> MakeDrafter:
-    """Of an EAGLE-3 or a DFlash drafter. Raises ModelError, DrafterFailed."""
+def open_folder(folder: Path, target: ModelSource, name: str = "") -> MakeDrafter:
+    """Of an EAGLE-3 or a DFlash drafter. `name`: what statistics call it, by default as its folder. Raises ModelError,
+    DrafterFailed."""
     head: TappedDraft = open_dflash(folder, target) if drafter_kind(folder) == DFLASH else open_eagle(folder, target)
-    return lambda: TappedDrafter(head, folder.name)
+    return lambda: TappedDrafter(head, name or folder.name)
 
 
 def open_layer(target: ModelSource) -> MakeDrafter:

@@ -95,7 +95,15 @@ class DFlashSession:
             self._block = self._model.fill(self._tokens[-1], len(self._tokens) - 1, context)
         if self._width < width:
             self._places, self._width = self._model.propose(self._block, width), width
-        return [self._places[len(path)][:width] if len(path) < len(self._places) else [] for path in paths]
+        return [self._place(path, width) for path in paths]
+
+    def known(self, paths: Sequence[Path], width: int) -> list[DraftCandidates | None]:
+        ready = self._block is not None and not self._waiting and self._width >= width
+        return [self._place(path, width) if ready else None for path in paths]
+
+    def _place(self, path: Path, width: int) -> DraftCandidates:
+        """None beyond the block."""
+        return self._places[len(path)][:width] if len(path) < len(self._places) else []
 
     def _follow_text(self) -> bool:
         """Compute the rows of the text that have come. -> whether there is one of the last token but one."""

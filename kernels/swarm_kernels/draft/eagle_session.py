@@ -108,6 +108,11 @@ class EagleSession:
                 self._nodes[path].candidates = candidates
         return [self._nodes[path].candidates[:width] if path in self._nodes else [] for path in paths]
 
+    def known(self, paths: Sequence[Path], width: int) -> list[DraftCandidates | None]:
+        current = self._first + self._cache.length(_SESSION) == len(self._tokens) - 1 and () in self._nodes
+        nodes = [self._nodes.get(path) if current else None for path in paths]
+        return [n.candidates[:width] if n is not None and len(n.candidates) >= width else None for n in nodes]
+
     def _follow_text(self) -> bool:
         """Compute the rows of the text that have come. -> whether there is one of the last token but one."""
         self._rows.update(decode_rows(self._waiting, self._model.taps))

@@ -1,4 +1,5 @@
-"""Folders of drafters that read hidden states: one safetensors file and a config.json. What all kinds of them share.
+"""Folders of drafters that read hidden states: one safetensors file and a config.json, here or on a hub. What all kinds
+of them share.
 
 Owns which kind a folder holds, and the reasons to refuse its files that do not depend on the kind. Two layouts are in
 use: `speculators` (`speculators_model_type`, the layer's config in `transformer_layer_config`), and releases, whose
@@ -18,6 +19,9 @@ from swarm.errors import CorruptModel, DrafterFailed, ModelError, ModelNotFound,
 from swarm.types import MAX_TAPS
 from swarm_kernels.models.config import ModelConfig
 from swarm_kernels.models.config_reader import brief
+from swarm_kernels.models.hub.listing import REPO
+from swarm_kernels.models.hub.policy import POLICY
+from swarm_kernels.models.hub.repo import HubRepo
 from swarm_kernels.models.safetensors import PICKLES, StoredTensor, read_header, read_json, read_tensor
 from swarm_kernels.models.source import ModelFile
 
@@ -41,6 +45,26 @@ def drafter_kind(folder: Path) -> str | None:
     if hf.get("speculators_model_type") == DFLASH or "dflash_config" in hf:
         return DFLASH
     return EAGLE if any(key in hf for key in ("speculators_model_type", "draft_vocab_size", "eagle_config")) else None
+
+
+def fetched_folder(spec: str, cache_dir: Path | None = None) -> Path | None:
+    """The folder of a drafter on a Hugging Face hub ("org/name", "org/name@revision"), with its files; None if `spec`
+    is no such name, or what has it there is no drafter. Raises ModelNotFound, CorruptModel, DiskFull."""
+    repo, _, revision = spec.partition("@")
+    if not REPO.fullmatch(repo) or ".." in repo or Path(spec).exists():
+        return None
+    hub = HubRepo.open(repo, revision or None, cache_dir)
+    config = hub.listing.files.get("config.json")
+    if config is None or config.size > POLICY.max_json_bytes:
+        return None
+    hub.fetch([config.name])
+    if drafter_kind(hub.folder) is None:
+        return None
+    weights = hub.listing.with_suffix(".safetensors")
+    if len(weights) != 1:
+        raise ModelNotFound(f"{repo} has {len(weights)} safetensors files; a drafter is one")
+    hub.fetch(weights)
+    return hub.folder
 
 
 def layer_fields(hf: Mapping[str, Any], where: str) -> tuple[dict[str, Any], Mapping[str, Any]]:

@@ -43,6 +43,10 @@ class TappedSession(Protocol):
         the context is full. Raises DrafterFailed."""
         ...
 
+    def known(self, paths: Sequence[Path], width: int) -> list[DraftCandidates | None]:
+        """What `propose` says of each path, as far as that takes no pass; else None."""
+        ...
+
 
 class TappedDraft(Protocol):
     """One drafter, which many texts may share, each from its own thread."""

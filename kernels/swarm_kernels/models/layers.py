@@ -14,6 +14,7 @@ from swarm_kernels.models.config import ModelConfig
 
 HEAD = "lm_head.weight"
 _LAYER = re.compile(r"(?:^|\.)(?:layers|blocks|h)\.(\d{1,6})\.")
+_MTP = re.compile(r"(?:^|\.)mtp(?:_layers)?\.")
 _INPUT = re.compile(r"embed_tokens|embed_in|wte|wpe|embeddings?\.")
 _FINAL = re.compile(r"(?:^|\.)(?:lm_head|embed_out|output|score)\.")
 
@@ -32,7 +33,14 @@ class HasTensors(Protocol):
 def layer_of(name: str, num_layers: int) -> int | None:
     """The layer of a tensor; None outside all layers."""
     match = _LAYER.search(name)
-    return int(match[1]) if match and int(match[1]) < num_layers else None
+    return int(match[1]) if match and int(match[1]) < num_layers and not _MTP.search(name) else None
+
+
+def is_beyond(name: str, num_layers: int) -> bool:
+    """Whether a tensor belongs to layers behind the model's own, for multi-token prediction: drafters read these
+    (`draft.mtp_source`), and no node does."""
+    match = _LAYER.search(name)
+    return _MTP.search(name) is not None or (match is not None and int(match[1]) >= num_layers)
 
 
 def is_embedding(name: str) -> bool:
@@ -51,7 +59,9 @@ def tensors_of_span(source: HasTensors, layers: LayerSpan) -> Iterable[str]:
     first, last, tied = layers.start == 0, layers.end == config.num_layers, has_tied_head(source)
     for name in source.names():
         layer = layer_of(name, config.num_layers)
-        if layer is not None:
+        if is_beyond(name, config.num_layers):
+            needed = False
+        elif layer is not None:
             needed = layer in layers
         elif name == HEAD and tied:
             needed = False

@@ -19,6 +19,7 @@ from swarm.errors import CorruptModel, UnsupportedModel
 from swarm.types import LayerSpan
 from swarm_kernels.models.config import ModelConfig
 from swarm_kernels.models.hf_config import check_fields
+from swarm_kernels.models.layers import is_beyond
 from swarm_kernels.models.source import ModelSource
 from swarm_kernels.runtime.hf_attention import INDEXED
 from swarm_kernels.runtime.hf_conversions import layer_of
@@ -205,10 +206,14 @@ class _WeightLoader:
             from transformers.modeling_utils import LoadStateDictConfig
         except ImportError:
             raise UnsupportedModel("this version of transformers cannot convert the model's weights") from None
+        num_layers = self._source.config.num_layers
         unmatched = [
             name
             for name in self._source.names()
-            if name not in self.parameters and layer_of(name) == layer and name not in done
+            if name not in self.parameters
+            and layer_of(name) == layer
+            and name not in done
+            and not is_beyond(name, num_layers)
         ]
         bar_enabled = transformers_logging.is_progress_bar_enabled()
         transformers_logging.disable_progress_bar()

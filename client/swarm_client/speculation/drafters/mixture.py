@@ -98,28 +98,34 @@ class MixtureDrafter(Drafter):
         self._each(lambda drafter: drafter.extend(tokens))
 
     def _draft(self, paths: Sequence[TokenPath], width: int) -> list[list[Candidate]]:
-        return [mix_candidates(claims, width) for claims in self._calibrated(paths, width)]
+        proposed = self._each(lambda drafter: drafter.propose_many(paths, width))
+        return self._mixed([(member, lists, None) for member, lists in proposed], paths, width)
 
     def _propose_cached(self, paths: Sequence[TokenPath], width: int) -> CachedProposal:
-        calibrated = self._calibrated(paths, width, only_synchronous=True)
-        mixed = [mix_candidates(claims, width) for claims in calibrated]
-        if self.is_synchronous:
-            return CachedProposal(mixed, [0.0] * len(paths))
-        return CachedProposal(mixed, [max(0.0, 1.0 - math.fsum(math.exp(c.logprob) for c in made)) for made in mixed])
+        """Mass is left where a member has more to say, for which it must be called."""
+        cached = self._each(lambda drafter: drafter.propose_cached(paths, width))
+        more = [any(made.unassigned_mass[at] for _, made in cached) for at in range(len(paths))]
+        mixed = self._mixed([(member, made.candidates, made.unassigned_mass) for member, made in cached], paths, width)
+        left = [max(0.0, 1.0 - math.fsum(math.exp(c.logprob) for c in made)) for made in mixed]
+        return CachedProposal(mixed, [mass if asks else 0.0 for mass, asks in zip(left, more, strict=True)])
 
-    def _calibrated(
-        self, paths: Sequence[TokenPath], width: int, *, only_synchronous: bool = False
-    ) -> list[list[list[Candidate]]]:
-        """The calibrated candidates of each member for each path: `[path][member]`."""
-
-        def propose(drafter: Drafter) -> list[list[Candidate]] | None:
-            return None if only_synchronous and not drafter.is_synchronous else drafter.propose_many(paths, width)
-
-        proposed = [(member, lists) for member, lists in self._each(propose) if lists is not None]
+    def _mixed(
+        self,
+        proposed: Sequence[tuple[_Member, list[list[Candidate]], list[float] | None]],
+        paths: Sequence[TokenPath],
+        width: int,
+    ) -> list[list[Candidate]]:
+        """`proposed`: what members say of each path, and what they leave open. Remembers their claims for the next
+        place, but for a member that has not been called."""
         if () in paths:
-            for member, lists in proposed:
-                member.claims = lists[paths.index(())]
-        return [[member.calibration.corrected(lists[at]) for member, lists in proposed] for at in range(len(paths))]
+            at = paths.index(())
+            for member, lists, open_mass in proposed:
+                if lists[at] or not (open_mass and open_mass[at]):
+                    member.claims = lists[at]
+        return [
+            mix_candidates([member.calibration.corrected(lists[at]) for member, lists, _ in proposed], width)
+            for at in range(len(paths))
+        ]
 
     def _each(self, call: Callable[[Drafter], _T]) -> list[tuple[_Member, _T]]:
         """Of every member that does not fail. Raises what the last one raises."""

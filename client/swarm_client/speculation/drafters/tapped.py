@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from swarm.errors import DrafterFailed
 from swarm.types import TappedRows, Taps
-from swarm_client.speculation.drafters.base import Candidate, Drafter, TokenPath
+from swarm_client.speculation.drafters.base import CachedProposal, Candidate, Drafter, TokenPath
 from swarm_kernels.draft.tapped import TappedDraft, TappedSession
 
 logger = logging.getLogger(__name__)
@@ -66,3 +66,9 @@ class TappedDrafter(Drafter):
 
     def _draft(self, paths: Sequence[TokenPath], width: int) -> list[list[Candidate]]:
         return [[Candidate(*pair) for pair in pairs] for pairs in self._session.propose(paths, width)]
+
+    def _propose_cached(self, paths: Sequence[TokenPath], width: int) -> CachedProposal:
+        """What has been computed: of a block, all levels."""
+        known = self._session.known(paths, width)
+        candidates = [[Candidate(*pair) for pair in pairs or ()] for pairs in known]
+        return CachedProposal(candidates, [1.0 if pairs is None else 0.0 for pairs in known])
