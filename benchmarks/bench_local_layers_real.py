@@ -104,8 +104,8 @@ def table(delay_ms: float, rounds: int, tokens: int) -> str:
         speed = statistics.median(speeds)
         over = f"{speed / statistics.median(base):.3f} ({max(speeds) / max(base):.3f})"
         lines.append(
-            f"| {share} | {speed:.2f} ({max(speeds):.2f}) | {over} | {statistics.median(firsts):.3f} ({min(firsts):.3f})"
-            f" | {cpu_ms:.1f} | {mib:.0f} |"
+            f"| {share} | {speed:.2f} ({max(speeds):.2f}) | {over}"
+            f" | {statistics.median(firsts):.3f} ({min(firsts):.3f}) | {cpu_ms:.1f} | {mib:.0f} |"
         )
     return "\n".join(lines)
 
