@@ -46,7 +46,7 @@ async def answer_with(
     prompt_ids: Sequence[int] | None = None,
     **options: Any,
 ) -> tuple[GenerationResult, list[float], list[str]]:
-    """One answer, with a `strike` at the chain once there are `at` tokens -> (it, times of its tokens, reasons for waiting)."""
+    """One answer, with a `strike` at the chain once there are `at` tokens -> (it, times of tokens, waits)."""
     clock = asyncio.get_running_loop().time
     times: list[float] = []
     waits: list[str] = []
