@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 from swarm.types import Chain, PeerId
 from swarm_client.home.local_layers import foreign
 
-RECOVERED: Mapping[str, Mapping[int, float]] = {"smollm2-135m": {0: 1.0, 1: 1.0, 2: 1.0, 4: 1.0}}
+RECOVERED: Mapping[str, Mapping[int, float]] = {"smollm2-135m": {0: 1.0, 1: 1.0, 2: 1.0, 4: 1.0, 8: 0.984}}
 """Model -> layers that a state has passed -> the share of tokens that the best of our attacks recovered from it."""
 
 
@@ -24,7 +24,7 @@ def exposure(chain: Chain, model: str, trusted: Collection[PeerId] = ()) -> str:
     names = [hop.peer[-6:] for hop in others]
     if len(others) < len(chain.hops):
         kept = f"token ids go to trusted nodes alone, {_list(own)}" if own else "token ids stay here"
-        who = f"{kept}; {_list(names)} {_see(names)} hidden states after {others[0].start} layers or more"
+        who = f"{kept}; {_list(names)} {_see(names)} hidden states after {_layers(others[0].start)} or more"
         return f"{who}, {_leaked(model, others[0].start)}"
     ends, between = [*names[:1], *names[1:][-1:]], names[1:-1]
     ids = f"{_list(ends)} {_see(ends)} token ids"
@@ -40,7 +40,11 @@ def _leaked(model: str, depth: int) -> str:
     from_depth = max((at for at in known if at <= depth), default=None)
     if from_depth is None:
         return "which give most of a text away (docs/privacy.md)"
-    return f"from which our own attack recovered {known[from_depth]:.0%} after {from_depth} layers (docs/privacy.md)"
+    return f"from which our own attack recovered {known[from_depth]:.0%} after {_layers(from_depth)} (docs/privacy.md)"
+
+
+def _layers(count: int) -> str:
+    return f"{count} layer" + "s" * (count != 1)
 
 
 def _list(names: list[str]) -> str:

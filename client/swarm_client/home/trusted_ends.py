@@ -59,4 +59,4 @@ def check_trust(peers: Collection[PeerId]) -> None:
     """Raises UsageError for what is no peer id."""
     for peer in peers:
         if not _PEER_ID.fullmatch(peer):
-            raise UsageError(f"--trust {peer[:80]!r} is no peer id; `swarm-node status` on that machine prints its own")
+            raise UsageError(f"--trust {peer[:80]!r} is no peer id; `swarm-node join` prints its own as it starts")
