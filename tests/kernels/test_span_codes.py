@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from quantized_folders import write
-from tiny_models import Chain, hf_logits
+from tiny_models import Chain, hf_greedy, hf_logits
 
 from swarm_kernels.calibration.cost_curve import verify_layer
 from swarm_kernels.device.device import CODES4, FLOAT8, INT4
@@ -91,6 +91,14 @@ def test_a_checkpoint_is_served_as_it_is_stored(form: str, kind: str, tmp_path: 
         found = chain.run([StepRequest(b"s", 0, len(PROMPT))], PROMPT)
         logits = hf_logits(model, PROMPT)
         assert (found - logits).norm() < 0.05 * logits.norm()  # of bf16 or 8 bits of inputs, and the head's 8 bits
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_tokens_in_fp32_are_those_of_the_dequantized_model(form: str, tmp_path: Path) -> None:
+    model = write(tmp_path, form, "llama", num_hidden_layers=3, vocab_size=96, **SIZES["llama"])
+    with closing(open_model(str(tmp_path / "packed"))) as source:
+        found = Chain(source, (1, 2)).greedy(b"s", PROMPT, 64, (12, 11))
+    assert found == hf_greedy(model, PROMPT, 64)
 
 
 @pytest.mark.parametrize("form", FORMATS)
