@@ -141,6 +141,8 @@ def main() -> None:
 
 def _available() -> list[str]:
     """The instruction sets of `INSTRUCTIONS` that this machine has."""
+    if dispatch.isa() not in INSTRUCTIONS:
+        raise SystemExit(f"this machine computes with {dispatch.isa()}, and llama.cpp is built for AVX2 and wider only")
     best = list(INSTRUCTIONS).index(dispatch.isa())
     return list(INSTRUCTIONS)[: best + 1]
 

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import gguf
-import numpy as np
 from gguf import GGMLQuantizationType as Kind
-from random_gguf import pool
+from random_gguf import Metadata, Tensor, write_random
 
 VOCABULARY = 2048  # its head is a hundredth of what is read
 
@@ -38,70 +35,35 @@ SHAPES = {
 
 
 def write(path: Path, shape: Shape, layers: int, kind: Kind) -> Path:
-    """Matrices in `kind`; routers, norms and biases in fp32, as converters leave them. Written tensor by tensor."""
-    writer = gguf.GGUFWriter(path, shape.architecture)
-    _add_metadata(writer, shape, layers)
-    tensors = [*_matrices(shape, layers), *_vectors(shape, layers)]
-    block, size = gguf.GGML_QUANT_SIZES[kind]
-    for name, dimensions, is_matrix in tensors:
-        if is_matrix:
-            stored = (*dimensions[:-1], dimensions[-1] // block * size)
-            writer.add_tensor_info(name, stored, np.dtype(np.uint8), math.prod(stored), raw_dtype=kind)
-        else:
-            writer.add_tensor_info(name, dimensions, np.dtype(np.float32), 4 * math.prod(dimensions))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_ti_data_to_file()
-    random, weights = np.random.default_rng(0), pool(kind)
-    for name, dimensions, is_matrix in tensors:
-        if is_matrix:
-            writer.write_tensor_data(np.resize(weights, math.prod(dimensions) // block * size))
-        else:
-            values = random.standard_normal(dimensions, np.float32) * np.float32(0.1)
-            writer.write_tensor_data(values + np.float32(1) if "norm" in name else values)
-    writer.close()
-    return path
-
-
-def _add_metadata(writer: gguf.GGUFWriter, shape: Shape, layers: int) -> None:
-    writer.add_block_count(layers)
-    writer.add_context_length(4096)
-    writer.add_embedding_length(shape.hidden)
-    writer.add_feed_forward_length(shape.width)
-    writer.add_expert_feed_forward_length(shape.width)
-    writer.add_expert_count(shape.experts)
-    writer.add_expert_used_count(shape.chosen)
-    writer.add_head_count(shape.heads)
-    writer.add_head_count_kv(shape.kv_heads)
-    writer.add_key_length(shape.head_dim)
-    writer.add_value_length(shape.head_dim)
-    writer.add_layer_norm_rms_eps(1e-6)
-    writer.add_rope_freq_base(1e6)
-    writer.add_vocab_size(VOCABULARY)
-    writer.add_tokenizer_model("no_vocab")
+    """Matrices in `kind`."""
+    metadata: Metadata = {
+        "block_count": layers, "context_length": 4096, "embedding_length": shape.hidden,
+        "feed_forward_length": shape.width, "expert_feed_forward_length": shape.width, "expert_count": shape.experts,
+        "expert_used_count": shape.chosen, "attention.head_count": shape.heads,
+        "attention.head_count_kv": shape.kv_heads, "attention.key_length": shape.head_dim,
+        "attention.value_length": shape.head_dim, "attention.layer_norm_rms_epsilon": 1e-6, "rope.freq_base": 1e6,
+        "vocab_size": VOCABULARY,
+    }  # fmt: skip
     if shape.is_gpt_oss:
-        writer.add_sliding_window(128)
+        metadata["attention.sliding_window"] = 128
+    return write_random(path, shape.architecture, metadata, [*_matrices(shape, layers, kind), *_vectors(shape, layers)])
 
 
-_Tensors = Iterator[tuple[str, tuple[int, ...], bool]]
-"""Names, dimensions, and whether they are matrices in the file's format."""
-
-
-def _matrices(shape: Shape, layers: int) -> _Tensors:
+def _matrices(shape: Shape, layers: int, kind: Kind) -> Iterator[Tensor]:
     hidden, queries, keys = shape.hidden, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     up, down = (shape.experts, shape.width, hidden), (shape.experts, hidden, shape.width)
     sizes = {
         "attn_q": (queries, hidden), "attn_k": (keys, hidden), "attn_v": (keys, hidden),
         "attn_output": (hidden, queries), "ffn_gate_exps": up, "ffn_up_exps": up, "ffn_down_exps": down,
     }  # fmt: skip
-    yield "token_embd.weight", (VOCABULARY, hidden), True
-    yield "output.weight", (VOCABULARY, hidden), True
+    yield "token_embd.weight", (VOCABULARY, hidden), kind
+    yield "output.weight", (VOCABULARY, hidden), kind
     for layer in range(layers):
         for name, size in sizes.items():
-            yield f"blk.{layer}.{name}.weight", size, True
+            yield f"blk.{layer}.{name}.weight", size, kind
 
 
-def _vectors(shape: Shape, layers: int) -> _Tensors:
+def _vectors(shape: Shape, layers: int) -> Iterator[Tensor]:
     hidden, queries, keys = shape.hidden, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     inner = (shape.experts, shape.width)
     sizes: dict[str, tuple[int, ...]] = {"attn_norm.weight": (hidden,), "ffn_gate_inp.weight": (shape.experts, hidden)}
@@ -115,7 +77,7 @@ def _vectors(shape: Shape, layers: int) -> _Tensors:
     else:
         head = (shape.head_dim,)
         sizes |= {"ffn_norm.weight": (hidden,), "attn_q_norm.weight": head, "attn_k_norm.weight": head}
-    yield "output_norm.weight", (hidden,), False
+    yield "output_norm.weight", (hidden,), None
     for layer in range(layers):
         for name, size in sizes.items():
-            yield f"blk.{layer}.{name}", size, False
+            yield f"blk.{layer}.{name}", size, None

@@ -1,12 +1,13 @@
 """GGUF files with random weights in the shapes of released models: to time engines on the very same weights.
 
-A file repeats a few random blocks: speed depends on how many bytes there are, not on their values. Owns the shapes and
-the blocks of each format; what `gguf.quants` cannot quantize is drawn block by block.
+A file repeats a few random blocks: speed depends on how many bytes there are, not on their values. Owns the writing,
+the shapes of dense models and the blocks of each format; what `gguf.quants` cannot quantize is drawn block by block.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,58 +49,68 @@ FORMATS = {"BF16": (Kind.BF16, Kind.BF16), "Q8_0": (Kind.Q8_0, Kind.Q8_0), "Q4_0
 
 
 def write(path: Path, shape: Shape, weights: str) -> Path:
-    """A model with the weights in one of `FORMATS`, tensor by tensor."""
-    writer = gguf.GGUFWriter(path, "llama")
-    writer.add_block_count(shape.layers)
-    writer.add_context_length(8192)
-    writer.add_embedding_length(shape.hidden)
-    writer.add_feed_forward_length(shape.inner)
-    writer.add_head_count(shape.heads)
-    writer.add_head_count_kv(shape.kv_heads)
-    writer.add_key_length(shape.head_dim)
-    writer.add_value_length(shape.head_dim)
-    writer.add_rope_dimension_count(shape.head_dim)
-    writer.add_rope_freq_base(500000.0)
-    writer.add_layer_norm_rms_eps(_EPSILON)
-    writer.add_vocab_size(shape.vocabulary)
+    """A model with the weights in one of `FORMATS`."""
+    metadata: Metadata = {
+        "block_count": shape.layers, "context_length": 8192, "embedding_length": shape.hidden,
+        "feed_forward_length": shape.inner, "attention.head_count": shape.heads,
+        "attention.head_count_kv": shape.kv_heads, "attention.key_length": shape.head_dim,
+        "attention.value_length": shape.head_dim, "rope.dimension_count": shape.head_dim,
+        "rope.freq_base": 500000.0, "attention.layer_norm_rms_epsilon": _EPSILON, "vocab_size": shape.vocabulary,
+    }  # fmt: skip
+    return write_random(path, "llama", metadata, list(_tensors(shape, *FORMATS[weights])))
+
+
+Metadata = dict[str, int | float]
+"""Keys of the architecture, without its name."""
+
+Tensor = tuple[str, tuple[int, ...], Kind | None]
+"""Name, dimensions, and the format of a matrix; None: fp32, as converters leave routers, norms and biases."""
+
+
+def write_random(path: Path, architecture: str, metadata: Metadata, tensors: Sequence[Tensor]) -> Path:
+    """A file without a tokenizer, tensor by tensor."""
+    writer = gguf.GGUFWriter(path, architecture)
+    for key, value in metadata.items():
+        add = writer.add_uint32 if isinstance(value, int) else writer.add_float32
+        add(f"{architecture}.{key}", value)
     writer.add_tokenizer_model("no_vocab")
-    tensors = list(_tensors(shape, *FORMATS[weights]))
-    for name, rows, columns, kind in tensors:
+    for name, dimensions, kind in tensors:
         if kind is None:
-            writer.add_tensor_info(name, (columns,), np.dtype(np.float32), 4 * columns)
+            writer.add_tensor_info(name, dimensions, np.dtype(np.float32), 4 * math.prod(dimensions))
         else:
-            width = _row_bytes(kind, columns)
-            writer.add_tensor_info(name, (rows, width), np.dtype(np.uint8), rows * width, raw_dtype=kind)
+            stored = (*dimensions[:-1], _row_bytes(kind, dimensions[-1]))
+            writer.add_tensor_info(name, stored, np.dtype(np.uint8), math.prod(stored), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
-    pools = {kind: pool(kind) for kind in set(FORMATS[weights])}
-    for _, rows, columns, kind in tensors:
+    random, pools = np.random.default_rng(0), {kind: pool(kind) for _, _, kind in tensors if kind is not None}
+    for name, dimensions, kind in tensors:
         if kind is None:
-            writer.write_tensor_data(np.ones(columns, np.float32))
+            values = random.standard_normal(dimensions, np.float32) * np.float32(0.1)
+            writer.write_tensor_data(values + np.float32(1) if "norm" in name else values)
         else:
-            writer.write_tensor_data(np.resize(pools[kind], rows * _row_bytes(kind, columns)))
+            count = math.prod(dimensions[:-1]) * _row_bytes(kind, dimensions[-1])
+            writer.write_tensor_data(np.resize(pools[kind], count))
     writer.close()
     return path
 
 
-def _tensors(shape: Shape, layer: Kind, edge: Kind) -> Iterator[tuple[str, int, int, Kind | None]]:
-    """Name, rows, columns and format; a norm has one row and no format."""
+def _tensors(shape: Shape, layer: Kind, edge: Kind) -> Iterator[Tensor]:
     heads, kv_heads = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    yield "token_embd.weight", shape.vocabulary, shape.hidden, edge
+    yield "token_embd.weight", (shape.vocabulary, shape.hidden), edge
     for i in range(shape.layers):
         for norm in ("attn_norm", "ffn_norm"):
-            yield f"blk.{i}.{norm}.weight", 1, shape.hidden, None
-        yield f"blk.{i}.attn_q.weight", heads, shape.hidden, layer
-        yield f"blk.{i}.attn_k.weight", kv_heads, shape.hidden, layer
-        yield f"blk.{i}.attn_v.weight", kv_heads, shape.hidden, layer
-        yield f"blk.{i}.attn_output.weight", shape.hidden, heads, layer
-        yield f"blk.{i}.ffn_gate.weight", shape.inner, shape.hidden, layer
-        yield f"blk.{i}.ffn_up.weight", shape.inner, shape.hidden, layer
-        yield f"blk.{i}.ffn_down.weight", shape.hidden, shape.inner, layer
-    yield "output_norm.weight", 1, shape.hidden, None
+            yield f"blk.{i}.{norm}.weight", (shape.hidden,), None
+        yield f"blk.{i}.attn_q.weight", (heads, shape.hidden), layer
+        yield f"blk.{i}.attn_k.weight", (kv_heads, shape.hidden), layer
+        yield f"blk.{i}.attn_v.weight", (kv_heads, shape.hidden), layer
+        yield f"blk.{i}.attn_output.weight", (shape.hidden, heads), layer
+        yield f"blk.{i}.ffn_gate.weight", (shape.inner, shape.hidden), layer
+        yield f"blk.{i}.ffn_up.weight", (shape.inner, shape.hidden), layer
+        yield f"blk.{i}.ffn_down.weight", (shape.hidden, shape.inner), layer
+    yield "output_norm.weight", (shape.hidden,), None
     if not shape.tied:
-        yield "output.weight", shape.vocabulary, shape.hidden, edge
+        yield "output.weight", (shape.vocabulary, shape.hidden), edge
 
 
 def _row_bytes(kind: Kind, columns: int) -> int:

@@ -27,7 +27,7 @@ ARCHITECTURES = {
     "gemma": "GEMMA", "gemma2": "GEMMA2", "gemma3_text": "GEMMA3", "phi3": "PHI3", "granite": "GRANITE",
     "granitemoe": "GRANITE_MOE", "granitemoeshared": "GRANITE_MOE", "glm4": "GLM4", "glm4_moe": "GLM4_MOE",
     "olmo2": "OLMO2", "olmo3": "OLMO2", "olmoe": "OLMOE", "smollm3": "SMOLLM3", "llama4_text": "LLAMA4",
-    "minimax_m2": "MINIMAXM2", "lfm2": "LFM2", "lfm2_moe": "LFM2MOE",
+    "minimax_m2": "MINIMAXM2", "lfm2": "LFM2", "lfm2_moe": "LFM2MOE", "seed_oss": "SEED_OSS",
 }  # fmt: skip
 _PERMUTED = ("llama", "mixtral", "granite", "granitemoe", "granitemoeshared", "smollm3")
 _SIGMOID, _SOFTMAX = gguf.ExpertGatingFuncType.SIGMOID, gguf.ExpertGatingFuncType.SOFTMAX

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from swarm_kernels.ops.base.codebook_linear import _NF4
+from swarm_kernels.ops.base.codebook_linear import CodeFormat, nf4_codes
 
 Packed = tuple[dict[str, torch.Tensor], torch.Tensor]
 NF4_BLOCK, NESTED_BLOCK = 64, 256
@@ -34,7 +34,7 @@ def fp8(module: str, weight: torch.Tensor) -> Packed:
 
 def nf4(module: str, weight: torch.Tensor) -> Packed:
     """Scales of 64 weights in 8 bits of a table, as double quantization stores them (QLoRA, arXiv 2305.14314)."""
-    table, nested_table = torch.tensor(_NF4), torch.linspace(-1, 1, 256)
+    table, nested_table = torch.tensor(CodeFormat.NF4.values), torch.linspace(-1, 1, 256)
     groups = weight.reshape(-1, NF4_BLOCK)
     largest = groups.abs().amax(1)
     offset = float(largest.mean())
@@ -43,7 +43,7 @@ def nf4(module: str, weight: torch.Tensor) -> Packed:
     nested = padded.abs().amax(1)
     bytes_ = ((padded / nested[:, None] + 1) * 127.5).round().clamp(0, 255).to(torch.uint8).flatten()[: len(rest)]
     scale = nested_table[bytes_.int()].mul_(nested.repeat_interleave(NESTED_BLOCK)[: len(rest)]).add_(offset)
-    codes = (groups[..., None] / scale[:, None, None] - table).abs().argmin(-1).to(torch.uint8).flatten()
+    codes = nf4_codes(groups / scale[:, None]).flatten()
     state = {"quant_type": "nf4", "blocksize": NF4_BLOCK, "dtype": "float32", "shape": list(weight.shape)}
     state |= {"nested_blocksize": NESTED_BLOCK, "nested_offset": offset, "nested_dtype": "float32"}
     name = f"{module}.weight"

@@ -80,6 +80,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "granitemoe, shared": ("granitemoeshared", {"shared_intermediate_size": 40, "attention_multiplier": 0.2}),
     "glm4": ("glm4", {"attention_bias": True}),
     "glm4moe": ("glm4_moe", {"use_qk_norm": True, "attention_bias": True, "routed_scaling_factor": 2.5}),
+    "seed_oss": ("seed_oss", {}),
+    "seed_oss, other biases": ("seed_oss", {"attention_bias": False, "attention_out_bias": True, "mlp_bias": True}),
     "olmo2": ("olmo2", {"head_dim": None}),
     "olmo3": ("olmo3", {"layer_types": ["sliding_attention"] * 3 + ["full_attention"]}),
     "olmoe": ("olmoe", {"rms_norm_eps": 1e-5}),
@@ -213,7 +215,7 @@ def test_quantized_mixtures_compute_with_what_is_stored(name: str, tmp_path: Pat
     assert torch.equal(ours, theirs)
 
 
-@pytest.mark.parametrize("name", ["qwen3moe", "mixtral", "deepseek v3", "phi3, window", "glm4"])
+@pytest.mark.parametrize("name", ["qwen3moe", "mixtral", "deepseek v3", "llama4", "phi3, window", "glm4"])
 def test_four_bits_are_taken_over_as_they_are(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Matrices of `Q4_0` reach the kernels without another rounding, experts among them."""
     rounded = []
@@ -225,7 +227,8 @@ def test_four_bits_are_taken_over_as_they_are(name: str, tmp_path: Path, monkeyp
 
     monkeypatch.setattr(dispatch, "quantize_linear", recording)
     kind, changes = CASES[name]
-    wide = {"moe_intermediate_size": 32, "intermediate_size": 64, "q_lora_rank": 32, "v_head_dim": 16}
+    wide = {"moe_intermediate_size": 32, "intermediate_size": 64, "intermediate_size_mlp": 64, "q_lora_rank": 32}
+    wide["v_head_dim"] = 16
     config = tiny_config(kind, **changes)
     changes = changes | {key: size for key, size in wide.items() if hasattr(config, key)}
     model = random_model(tiny_config(kind, **changes))

@@ -71,7 +71,9 @@ def test_auto_is_the_format_of_the_files(quant: Q | None, wanted: torch.dtype, t
     source.close()
 
 
-@pytest.mark.parametrize(("kind", "wanted"), [("mixtral", INT4), ("gpt_oss", INT4), ("llama4_text", torch.bfloat16)])
+@pytest.mark.parametrize(
+    ("kind", "wanted"), [("mixtral", INT4), ("gpt_oss", INT4), ("llama4_text", INT4), ("dbrx", torch.bfloat16)]
+)
 def test_auto_of_mixtures_is_the_format_of_the_files_where_they_are_served_in_it(
     kind: str, wanted: torch.dtype
 ) -> None:

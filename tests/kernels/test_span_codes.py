@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 import torch
 from quantized_folders import write
-from tiny_models import Chain, hf_logits
+from tiny_models import Chain, hf_greedy, hf_logits
 
+from swarm.types import LayerSpan
 from swarm_kernels.calibration.cost_curve import verify_layer
+from swarm_kernels.calibration.random_weights import RandomWeights
 from swarm_kernels.device.device import CODES4, FLOAT8, INT4
 from swarm_kernels.kvcache.cache import StepRequest
 from swarm_kernels.models.native_format import MatrixFormats, native_dtype
@@ -23,6 +25,7 @@ from swarm_kernels.ops.cpu.cpu_linear import PackedLinear
 from swarm_kernels.runtime.hf_linears import PackedModule
 from swarm_kernels.runtime.hf_span import HfSpan
 from swarm_kernels.runtime.llama_span import LlamaSpan
+from swarm_kernels.runtime.load import load_span
 from swarm_kernels.runtime.span import Span
 from swarm_node.membership.memory_plan import ModelMemory
 
@@ -91,6 +94,21 @@ def test_a_checkpoint_is_served_as_it_is_stored(form: str, kind: str, tmp_path: 
         found = chain.run([StepRequest(b"s", 0, len(PROMPT))], PROMPT)
         logits = hf_logits(model, PROMPT)
         assert (found - logits).norm() < 0.05 * logits.norm()  # of bf16 or 8 bits of inputs, and the head's 8 bits
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_tokens_in_fp32_are_those_of_the_dequantized_model(form: str, tmp_path: Path) -> None:
+    model = write(tmp_path, form, "llama", num_hidden_layers=3, vocab_size=96, **SIZES["llama"])
+    with closing(open_model(str(tmp_path / "packed"))) as source:
+        found = Chain(source, (1, 2)).greedy(b"s", PROMPT, 64, (12, 11))
+    assert found == hf_greedy(model, PROMPT, 64)
+
+
+def test_random_weights_stand_for_fp8_in_its_format(tmp_path: Path) -> None:
+    """So that the time of a layer that is measured before it is fetched is that of the layer that will be served."""
+    write(tmp_path, "fp8", "qwen3_moe", num_hidden_layers=2, vocab_size=96, **SIZES["qwen3_moe"])
+    with closing(open_model(str(tmp_path / "packed"))) as source:
+        assert formats_in(load_span(RandomWeights(source), LayerSpan(0, 1), torch.int8)) == {binding.FP8}
 
 
 @pytest.mark.parametrize("form", FORMATS)

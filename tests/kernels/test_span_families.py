@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from compiled_families import goes_to_transformers, has_the_defaults_of_its_class, is_transformers
 from tiny_models import Chain, ModelTensors, hf_logits
-from zoo.compare import compare
 from zoo.families import FAMILIES, LONG, YARN
 from zoo.shrink import LAYERS, tiny_config
 from zoo.weights import random_model
@@ -18,7 +17,6 @@ from swarm_kernels.calibration.cost_curve import verify_layer
 from swarm_kernels.device.device import INT4
 from swarm_kernels.kvcache.cache import StepRequest
 from swarm_kernels.models.config import FAST_PATH_ARCHITECTURES
-from swarm_kernels.models.hf_config import model_config
 from swarm_kernels.models.mixture_families import MIXTURE_FAMILIES
 from swarm_kernels.models.tensor_shapes import check_shapes
 from swarm_kernels.ops.base import int4_linear
@@ -66,17 +64,13 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 @pytest.mark.parametrize("name", VARIANTS)
 def test_layers_trees_and_logits_are_transformers(name: str) -> None:
     kind, changes = VARIANTS[name]
-    verdict = compare(tiny_config(kind, **changes), thorough=False)
-    assert verdict.word == "equal", (verdict.refused, verdict.wrong)
-    assert verdict.fast
+    is_transformers(tiny_config(kind, **changes))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", NEW)
 def test_generations_survive_cuts_kills_and_transfers(kind: str) -> None:
-    verdict = compare(tiny_config(kind), thorough=True)
-    assert verdict.word == "equal", (verdict.refused, verdict.wrong)
-    assert verdict.fast
+    is_transformers(tiny_config(kind), thorough=True)
 
 
 OLD: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
@@ -115,25 +109,12 @@ def test_configs_in_their_old_spelling(name: str) -> None:
     config = tiny_config(kind, **changes)
     derived = ("rope_parameters", "layer_types", "no_rope_layers")
     stored = {key: value for key, value in config.to_dict().items() if key not in derived} | old
-    verdict = compare(config, thorough=False, stored=stored)
-    assert verdict.word == "equal", (verdict.refused, verdict.wrong)
-    assert verdict.fast
+    is_transformers(config, stored=stored)
 
 
 @pytest.mark.parametrize("kind", NEW)
 def test_defaults_are_those_of_transformers_class(kind: str) -> None:
-    """A config that says nothing but sizes."""
-    sizes = {
-        "vocab_size": 64, "hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": LAYERS,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": None,
-    }  # fmt: skip
-    from transformers import AutoConfig
-
-    derived = model_config(AutoConfig.for_model(kind, **sizes).to_dict())
-    stated = model_config({"model_type": kind, **sizes})
-    assert stated.decoder == derived.decoder
-    assert stated.decoder is not None
-    assert replace(stated, hf={}, eos_token_ids=()) == replace(derived, hf={}, eos_token_ids=())
+    has_the_defaults_of_its_class(kind, num_attention_heads=4, num_key_value_heads=2)
 
 
 BEYOND: list[tuple[str, dict[str, Any], str]] = [
@@ -162,9 +143,7 @@ BEYOND: list[tuple[str, dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("kind", "changes", "field"), BEYOND)
 def test_other_values_go_to_transformers(kind: str, changes: dict[str, Any], field: str) -> None:
-    config = model_config({**tiny_config(kind).to_dict(), **changes})
-    assert config.beyond_fast_path.startswith(field)
-    assert not config.has_fast_path
+    config = goes_to_transformers(kind, changes, field)
     check_shapes(config, {}, "a folder")  # which leaves them to transformers, too
 
 

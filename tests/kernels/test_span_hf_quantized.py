@@ -28,7 +28,7 @@ from swarm_kernels.runtime.load import load_span
 
 BITS = pytest.mark.parametrize("dtype", [torch.int8, INT4], ids=["int8", "int4"])
 MIXTURES = ("mixtral", "gpt_oss", "qwen2_moe", "qwen3_moe", "phimoe", "deepseek_v2", "deepseek_v3", "glm4_moe",
-            "minimax_m2", "mimo_v2", "gemma4")  # fmt: skip
+            "minimax_m2", "mimo_v2", "gemma4", "llama4")  # fmt: skip
 DENSE = ("llama, partial rotary", "glm4", "cohere2", "gpt2", "gpt_neox")
 SOME = [pytest.param(name, marks=() if name in ("mixtral", "gpt_oss", "gpt2") else pytest.mark.slow)
         for name in (*MIXTURES, *DENSE)]  # fmt: skip
@@ -231,6 +231,6 @@ def test_missing_and_misshapen_experts_are_named() -> None:
 
 
 def test_layers_that_are_mostly_neither_linear_nor_experts_are_refused() -> None:
-    _, source = random_source("llama4")
+    source = ModelTensors(random_model(tiny_config("jetmoe")))
     with pytest.raises(UnsupportedModel, match="in no linear layers; use bf16"):
         load_span(source, LayerSpan(0, 1), torch.int8)

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from compiled_families import goes_to_transformers, has_the_defaults_of_its_class, is_transformers
 from tiny_models import Chain, ModelTensors, hf_logits
 from zoo.compare import compare
 from zoo.families import FAMILIES, YARN
-from zoo.shrink import LAYERS, tiny_config
+from zoo.shrink import tiny_config
 from zoo.weights import random_model
 
 from swarm.errors import CorruptModel, ResourceError
@@ -58,17 +59,13 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 @pytest.mark.parametrize("name", VARIANTS)
 def test_layers_trees_and_logits_are_transformers(name: str) -> None:
     kind, changes = VARIANTS[name]
-    verdict = compare(tiny_config(kind, **changes), thorough=False)
-    assert verdict.word == "equal", (verdict.refused, verdict.wrong, verdict.edges)
-    assert verdict.fast
+    is_transformers(tiny_config(kind, **changes))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_generations_survive_cuts_kills_and_transfers(kind: str) -> None:
-    verdict = compare(tiny_config(kind), thorough=True)
-    assert verdict.word == "equal", (verdict.refused, verdict.wrong)
-    assert verdict.fast
+    is_transformers(tiny_config(kind), thorough=True)
 
 
 # --- configs --------------------------------------------------------------------------------------------------------
@@ -76,21 +73,11 @@ def test_generations_survive_cuts_kills_and_transfers(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_defaults_are_those_of_transformers_class(kind: str) -> None:
-    """A config that says nothing but sizes."""
-    from transformers import AutoConfig
-
-    sizes = {
-        "vocab_size": 64, "hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": LAYERS,
-        "num_attention_heads": 16, "pad_token_id": None,
-    }  # fmt: skip
-    if kind == "gpt_oss":  # whose default is YARN with a base of its own, and on the general path
-        sizes["rope_parameters"] = {"rope_type": "default", "rope_theta": 150000.0}
-    derived = model_config(AutoConfig.for_model(kind, **sizes).to_dict())
-    stated = model_config({"model_type": kind, **sizes})
-    assert stated.decoder == derived.decoder
-    assert stated.decoder is not None
-    assert stated.decoder.mixture is not None
-    assert replace(stated, hf={}, eos_token_ids=()) == replace(derived, hf={}, eos_token_ids=())
+    rope = {"rope_parameters": {"rope_type": "default", "rope_theta": 150000.0}}
+    # gpt-oss's own default is YARN with a base of its own, and on the general path
+    config = has_the_defaults_of_its_class(kind, num_attention_heads=16, **(rope if kind == "gpt_oss" else {}))
+    assert config.decoder is not None
+    assert config.decoder.mixture is not None
 
 
 @pytest.mark.parametrize(
@@ -110,9 +97,7 @@ def test_defaults_are_those_of_transformers_class(kind: str) -> None:
     ],
 )
 def test_other_values_go_to_transformers(kind: str, changes: dict[str, Any], field: str) -> None:
-    config = model_config({**tiny_config(kind).to_dict(), **changes})
-    assert config.beyond_fast_path.startswith(field)
-    assert not config.has_fast_path
+    goes_to_transformers(kind, changes, field)
 
 
 @pytest.mark.parametrize(

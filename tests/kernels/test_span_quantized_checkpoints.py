@@ -13,7 +13,7 @@ import torch
 from model_files import tiny_model
 from quantized_tensors import pack_awq, pack_gptq
 from safetensors.torch import save_file
-from tiny_models import Chain, hf_logits
+from tiny_models import Chain, hf_greedy, hf_logits
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from swarm.errors import CorruptModel, UnsupportedModel
@@ -191,6 +191,14 @@ def test_gpt_oss_in_mxfp4(tmp_path: Path) -> None:
         chain.open(b"s")
         found = chain.run([StepRequest(b"s", 0, len(PROMPT))], PROMPT)
         assert torch.allclose(found, hf_logits(model, PROMPT), atol=1e-3, rtol=1e-3)
+
+
+def test_tokens_of_mxfp4_are_those_of_the_dequantized_model(tmp_path: Path) -> None:
+    """In fp32, over three spans: prompt in pieces, then one token after another."""
+    model = write_gpt_oss(tmp_path / "m")
+    with closing(open_model(str(tmp_path / "m"))) as source:
+        found = Chain(source, (1, 2)).greedy(b"s", PROMPT, 64, (12, 11))
+    assert found == hf_greedy(model, PROMPT, 64)
 
 
 def test_gpt_oss_is_served_in_mxfp4_as_it_is_stored(tmp_path: Path) -> None:

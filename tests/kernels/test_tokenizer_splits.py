@@ -22,6 +22,7 @@ from swarm_kernels.tokenizer.gguf import read_gguf_tokenizer
         ("minimax-m2", "x=1", ["x", "=", "1"]),
         ("tekken", "don't 123", ["don", "'t", " ", "1", "2", "3"]),
         ("deepseek-v3", "a1234 漢字.foo!\n", ["a", "123", "4", " ", "漢字", ".foo", "!\n"]),
+        ("seed-coder", "don't 12 a!\n", ["don", "'t", " ", "1", "2", " a", "!", "\n"]),
         ("dbrx", "don't 1234", ["don", "'t", " ", "123", "4"]),
         ("glm4", "don't 1234", ["don", "'t", " ", "123", "4"]),
         ("qwen35", "e\u0301\u0301a 12", ["é\u0301a", " ", "1", "2"]),

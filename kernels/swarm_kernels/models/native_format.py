@@ -12,7 +12,7 @@ from swarm_kernels.device.device import CODES4, FLOAT8, INT4
 from swarm_kernels.models.layers import layer_of
 from swarm_kernels.models.source import ModelSource
 
-_EXPERTS_OF_THEIR_OWN = frozenset({"llama4", "llama4_text", "jetmoe", "dbrx", "longcat_flash"})
+_EXPERTS_OF_THEIR_OWN = frozenset({"jetmoe", "dbrx", "longcat_flash"})
 """Types whose experts are neither linear layers nor go through transformers' experts interface."""
 
 

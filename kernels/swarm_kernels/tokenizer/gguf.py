@@ -37,6 +37,7 @@ _LLAMA3_SPLIT = (
 )
 _QWEN2_SPLIT = _LLAMA3_SPLIT.replace(r"\p{N}{1,3}", r"\p{N}")
 _QWEN35_SPLIT = _QWEN2_SPLIT.replace(r"\p{L}+", r"[\p{L}\p{M}]+").replace(r"[^\s\p{L}\p{N}]+", r"[^\s\p{L}\p{M}\p{N}]+")
+_SEED_SPLIT = _QWEN2_SPLIT.replace(r"]+[\r\n]*|", r"]+|")
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _CONTRACTED = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
 _CASED = rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{{0}}|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{{0}}"
@@ -77,7 +78,7 @@ _PRE_TOKENIZERS = {
     "qwen2": _QWEN2, "deepseek-r1-qwen": _QWEN2, "qwen35": _Pre(splits=(_QWEN35_SPLIT,), nfc=True),
     "gpt-4o": _GPT4O, "llama4": _GPT4O, "minimax-m2": _GPT4O,
     "tekken": _Pre(splits=(_TEKKEN_SPLIT,), ignore_merges=True, add_bos=True),
-    "deepseek-v3": _Pre(splits=_DEEPSEEK3_SPLITS),
+    "seed-coder": _Pre(splits=(_SEED_SPLIT,)), "deepseek-v3": _Pre(splits=_DEEPSEEK3_SPLITS),
 }  # fmt: skip
 
 

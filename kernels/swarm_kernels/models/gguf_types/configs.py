@@ -174,6 +174,11 @@ def smollm3(meta: Metadata) -> dict[str, Any]:
     return config | {"mlp_bias": meta.in_layer("ffn_up.bias")}
 
 
+def seed_oss(meta: Metadata) -> dict[str, Any]:
+    config = common(meta, "seed_oss", **biases(meta))
+    return config | {"attention_out_bias": meta.in_layer("attn_output.bias"), "mlp_bias": meta.in_layer("ffn_up.bias")}
+
+
 def lfm2(meta: Metadata) -> dict[str, Any]:
     """LFM2, whose layers without key heads are short convolutions."""
     layers = meta.need("block_count", MAX_LAYERS)

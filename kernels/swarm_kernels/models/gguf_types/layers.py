@@ -30,6 +30,10 @@ HEAD_NORMS = [
     rule("attn_k_norm.weight", "self_attn.k_norm.weight"),
 ]
 NORMS = [rule("attn_norm.weight", "input_layernorm.weight"), rule("ffn_norm.weight", "post_attention_layernorm.weight")]
+SEED_NORMS = [
+    rule("attn_norm.weight", "input_layernorm.weight"),
+    rule("post_attention_norm.weight", "post_attention_layernorm.weight"),
+]
 MLP = [
     *linear("ffn_gate", "mlp.gate_proj"),
     *linear("ffn_up", "mlp.up_proj"),

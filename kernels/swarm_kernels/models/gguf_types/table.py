@@ -149,6 +149,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "gemma3": Architecture(configs.gemma3, (*ATTENTION, *MLP, *layers.gemma_norms(_GEMMA3)), GEMMA_EDGES),
     "phi3": Architecture(configs.phi3, tuple(_PHI3), EDGES),
     "glm4": Architecture(configs.glm4, tuple(_GLM4), EDGES),
+    "seed_oss": Architecture(configs.seed_oss, (*ATTENTION, *layers.SEED_NORMS, *MLP), EDGES),
     "olmo2": Architecture(configs.olmo2, (*ATTENTION, *HEAD_NORMS, *_AFTER, *MLP), EDGES),
     "smollm3": Architecture(configs.smollm3, (*layers.INTERLEAVED_ATTENTION, *NORMS, *MLP), EDGES),
     "granite": Architecture(configs.granite, (*layers.INTERLEAVED_ATTENTION, *NORMS, *MLP), EDGES),

@@ -55,6 +55,13 @@ class CodeFormat(Enum):
         return tuple(round(_NF4_LARGEST * number) for number in _NF4) if self is CodeFormat.NF4 else _IQ4
 
     @property
+    def values(self) -> tuple[float, ...]:
+        """What the codes stand for: the numbers themselves, where these are whole."""
+        if self is CodeFormat.MXFP4:
+            return tuple(number / 2 for number in self.numbers)
+        return _NF4 if self is CodeFormat.NF4 else self.numbers
+
+    @property
     def inputs(self) -> int:
         """A row's are a multiple of these."""
         return {CodeFormat.IQ4_XS: 8, CodeFormat.NF4: 2}.get(self, 1) * GROUP_SIZE
@@ -119,7 +126,7 @@ class CodedWeights:
         """`[m]` ids of outputs -> their weights in fp32, `[m, padded_inputs]`: what they stand for, to the last bit."""
         some = self.rows(ids)
         if self.form is CodeFormat.NF4:
-            table = torch.tensor(_NF4, dtype=torch.float32, device=self.device)
+            table = torch.tensor(self.form.values, device=self.device)
             return table[codes_of(some.pairs).int()] * some.scale.repeat_interleave(2 * GROUP_SIZE, 1)
         return some.group_numbers() * some.scales().repeat_interleave(GROUP_SIZE, 1)
 
@@ -155,6 +162,12 @@ def codes_of(pairs: torch.Tensor) -> torch.Tensor:
 def is_nf4(table: torch.Tensor) -> bool:
     """Whether these are what the codes 0 to 15 of NF4 stand for."""
     return torch.equal(table.float().cpu(), torch.tensor(_NF4))
+
+
+def nf4_codes(weights: torch.Tensor) -> torch.Tensor:
+    """The codes of the nearest of NF4's numbers, for weights from -1 to 1 of any shape."""
+    numbers = torch.tensor(_NF4, dtype=torch.float32, device=weights.device)
+    return torch.bucketize(weights, (numbers[1:] + numbers[:-1]) / 2).to(torch.uint8)
 
 
 def coded_weights(

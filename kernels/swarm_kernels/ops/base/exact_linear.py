@@ -11,25 +11,17 @@ import torch
 import torch.nn.functional as F
 
 from swarm_kernels.ops.base import int4_linear
-from swarm_kernels.ops.base.layer_weights import Linear
+from swarm_kernels.ops.base.layer_weights import Linear, OfMatrix
 from swarm_kernels.ops.base.matrix import Matrix, row_chunks
 from swarm_kernels.ops.base.stored_weights import StoredWeights
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class ExactLinear:
+class ExactLinear(OfMatrix):
     """See `layer_weights.Linear`. Computes in fp32."""
 
     weight: Matrix
     bias: torch.Tensor | None
-
-    @property
-    def in_features(self) -> int:
-        return self.weight.shape[1]
-
-    @property
-    def out_features(self) -> int:
-        return self.weight.shape[0]
 
     @property
     def nbytes(self) -> int:

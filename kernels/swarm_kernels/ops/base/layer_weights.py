@@ -14,6 +14,7 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 
+from swarm_kernels.ops.base.matrix import Matrix
 from swarm_kernels.ops.base.routing import Routing
 
 
@@ -36,12 +37,11 @@ class Linear(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class PlainLinear:
-    """torch's own linear in the weight's dtype, whatever the dtype of `x`."""
+class OfMatrix:
+    """A linear layer whose shape is that of its `weight [N, K]`."""
 
-    weight: torch.Tensor  # [N, K]
-    bias: torch.Tensor | None  # [N]
+    __slots__ = ()
+    weight: Matrix
 
     @property
     def in_features(self) -> int:
@@ -50,6 +50,14 @@ class PlainLinear:
     @property
     def out_features(self) -> int:
         return self.weight.shape[0]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PlainLinear(OfMatrix):
+    """torch's own linear in the weight's dtype, whatever the dtype of `x`."""
+
+    weight: torch.Tensor  # [N, K]
+    bias: torch.Tensor | None  # [N]
 
     @property
     def nbytes(self) -> int:
