@@ -46,7 +46,6 @@ async def answer_with(
     prompt_ids: Sequence[int] | None = None,
     **options: Any,
 ) -> tuple[GenerationResult, list[float], list[str]]:
-    """One answer, with a `strike` at the chain once there are `at` tokens -> it, times of its tokens, why it waited."""
     """One answer, with a `strike` at the chain once there are `at` tokens -> (it, times of tokens, waits)."""
     clock = asyncio.get_running_loop().time
     times: list[float] = []
