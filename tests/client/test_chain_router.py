@@ -52,7 +52,7 @@ class Loner:
 
 def beside(real: ChainRouter, directory: Amnesia) -> ChainRouter:
     """Another view of the same swarm, by way of `directory` alone."""
-    book = RecordBook(real._model, real._reader.book._num_layers, verify, random.Random(0))
+    book = RecordBook(real._reader.book.model, real._reader.book._num_layers, verify, random.Random(0))
     reader = RecordReader(
         book,
         directory,  # type: ignore[arg-type]
@@ -71,7 +71,7 @@ async def test_a_client_whose_directory_has_lost_everybody_looks_up_those_it_kne
         await client.snapshot()
         real = client._router
         assert real is not None
-        directory = Amnesia(await real._reader._directory.read(real._model))
+        directory = Amnesia(await real._reader._directory.read(real._reader.book.model))
         view = beside(real, directory)
         before = await view.snapshot(fresh=True)
         assert len(before.nodes) == 2
@@ -90,7 +90,7 @@ async def test_a_lost_node_that_answers_is_taken_back_when_there_is_no_other(gon
         await client.snapshot()
         real = client._router
         assert real is not None
-        view = beside(real, Amnesia(await real._reader._directory.read(real._model)))  # no news from now on
+        view = beside(real, Amnesia(await real._reader._directory.read(real._reader.book.model)))  # no news from now on
         chain, _ = await view.route()
         victim = chain.peers[1]
         if gone:

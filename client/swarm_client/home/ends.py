@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
@@ -74,7 +74,11 @@ class HomeEnds:
 
 @asynccontextmanager
 async def hold_ends(
-    config: ClientConfig, source: ModelSource, tokenizer: ChatTokenizer, network: ClientNetwork, reader: RecordReader
+    config: ClientConfig,
+    source: ModelSource,
+    tokenizer: Awaitable[ChatTokenizer],
+    network: ClientNetwork,
+    reader: RecordReader,
 ) -> AsyncIterator[HomeEnds | None]:
     """Load and serve what `config.local_layers` says; None for "none". `reader`: of the nodes, whose dtype is taken.
 
@@ -97,7 +101,7 @@ async def hold_ends(
     device = ThreadDevice("swarm-home")  # of both: the kernels' threads are shared
     async with AsyncExitStack() as stack:
         stack.callback(device.close)
-        engines = [_engine(span, source, tokenizer) for span in (first, last)]
+        engines = [_engine(span, source, await tokenizer) for span in (first, last)]
         executors = [Executor(engine, device, config.limits.batch_tokens) for engine in engines]
         for executor in executors:  # ends after all servers have: they share the device
             stack.push_async_callback(executor.close)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from swarm.address_blocks import claimed_block
-from swarm.errors import NetworkError, NoRoute, WrongModel
+from swarm.errors import NetworkError, NoRoute
 from swarm.net.base.tasks import TaskSet
 from swarm.net.gossip.record_reader import RecordReader
 from swarm.net.pool.connection_pool import ConnectionPool
@@ -31,6 +31,7 @@ from swarm.planner.trust.trial import Trial, TrustedChain, choose_chain, repair_
 from swarm.types import Chain, Hop, NodeProfile, NodeState, PeerId, Snapshot
 from swarm_client.routing.blocklist import PeerBlocklist
 from swarm_client.routing.contacts import PeerContacts
+from swarm_client.routing.no_route import explain_no_route
 from swarm_client.trust.chain_watch import ChainWatch, StepTimes
 from swarm_client.trust.peer_memory import PeerMemory
 
@@ -48,8 +49,8 @@ class RouterPolicy:
 
 
 class ChainRouter:
-    """`wall_clock` dates records (seconds since the epoch); tests hand in their own. `memory`: what was seen of peers
-    before. `draw`: random numbers in [0, 1)."""
+    """`row_bytes`: of a hidden state. `wall_clock` dates records (seconds since the epoch); tests hand in their own.
+    `memory`: what was seen of peers before. `draw`: random numbers in [0, 1)."""
 
     def __init__(
         self,
@@ -58,6 +59,7 @@ class ChainRouter:
         *,
         dtype: str | None,
         weight_hash: str,
+        row_bytes: int = 0,
         wall_clock: Callable[[], float] = time.time,
         memory: PeerMemory | None = None,
         draw: Callable[[], float] | None = None,
@@ -69,9 +71,9 @@ class ChainRouter:
         self._policy = policy
         self._reader = reader
         self._pool = pool
-        self._model = reader.book.model
         self._dtype = dtype
         self._weight_hash = weight_hash
+        self._row_bytes = row_bytes
         self._wall_clock = wall_clock
         self._snapshot: Snapshot | None = None
         self._contacts = PeerContacts(pool, self._sources)
@@ -82,6 +84,14 @@ class ChainRouter:
     async def close(self) -> None:
         await self._contacts.close()
         await self._tasks.close()
+
+    def look_around(self) -> None:
+        """Read the swarm and ping nodes now, beside what else a start takes, so that the first route finds them."""
+        self._tasks.start(self._look_around(), "first look")
+
+    async def _look_around(self) -> None:
+        with contextlib.suppress(NetworkError):  # a route will say so
+            await self._reach(await self.snapshot(), 0)
 
     async def snapshot(self, *, fresh: bool = False, stale_after_s: float | None = None) -> Snapshot:
         """At most a second old, or a new one if `fresh`; the last one if a new one takes longer than `stale_after_s`.
@@ -139,7 +149,7 @@ class ChainRouter:
         for seen in self._ever_wider(snapshot):
             with contextlib.suppress(NoRoute):
                 return self._choose(seen, min_free_tokens, banned)
-        raise self._explain_no_route(snapshot, why_not) from None
+        raise explain_no_route(snapshot, why_not, self._weight_hash, self._dtype) from None
 
     async def _recent(self) -> Snapshot:
         """A new snapshot, or the last one if reading takes longer than an answer should wait for it."""
@@ -304,7 +314,7 @@ class ChainRouter:
         """For the steps along `chain`, to be handed back to `took` and `served`."""
         assert self._snapshot is not None  # the chain was routed on one
         seen = replace(self._snapshot, nodes=tuple(n for n in self._snapshot.nodes if n.peer in chain.peers))
-        return ChainWatch(chain, self.costs(chain), self._beliefs(seen))
+        return ChainWatch(chain, self.costs(chain), self._beliefs(seen), self._row_bytes)
 
     def took(self, times: StepTimes) -> None:
         """Remember how long a step took at each hop."""
@@ -369,24 +379,6 @@ class ChainRouter:
         told = [f"{p[-6:]}: {b.reason}" for p in chain.peers if (b := beliefs.get(p)) and b.evidence != UNKNOWN]
         among = f"searched among {len(seen.nodes)} nodes that answer, of {len(self._snapshot.nodes)} that are announced"
         return "\n".join((explain_snapshot(chain, seen, self._contacts.client_ms), among, *told))
-
-    def _explain_no_route(self, snapshot: Snapshot, error: NoRoute) -> NoRoute | WrongModel:
-        """What is really missing: any nodes, nodes with our weights, nodes of our dtype, or layers."""
-        serving = snapshot.serving()
-        if not serving:
-            waiting = len(snapshot.nodes)
-            state = f"; {waiting} are still loading" if waiting else ""
-            return NoRoute(f"no node of this swarm serves the model '{self._model}'{state}", error.missing)
-        same = [n for n in serving if n.weight_hash == self._weight_hash]
-        if not same:
-            return WrongModel(
-                f"{len(serving)} nodes serve '{self._model}' with other weights than yours; "
-                "name the model file they use with --model"
-            )
-        if self._dtype is not None and all(n.dtype != self._dtype for n in same):
-            served = ", ".join(sorted({n.dtype for n in same}))
-            return NoRoute(f"no node serves '{self._model}' in {self._dtype}; there is {served}", error.missing)
-        return error
 
 
 def _unknown(hop: Hop) -> NodeProfile:

@@ -11,6 +11,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 from concurrent.futures import Executor
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,6 +25,7 @@ from swarm_client.speculation.drafters.medusa import MedusaDrafter
 from swarm_client.speculation.drafters.mixture import MixtureDrafter
 from swarm_client.speculation.drafters.ngram import NgramDrafter
 from swarm_client.speculation.drafters.threaded import ThreadedDrafter
+from swarm_client.speculation.late_model import LateDrafter, LateModel
 
 if TYPE_CHECKING:  # a client that drafts with no model loads none
     from swarm_kernels.models.open import ModelSource
@@ -41,21 +43,24 @@ TRAINED_SUFFIX = ".draft"
 class DrafterFactory:
     """`await DrafterFactory.load(...)`, then `drafter()` for each generation."""
 
-    def __init__(self, model: Callable[[], Drafter] | None = None) -> None:
-        """`model`: makes the drafter beside the n-gram drafter."""
+    def __init__(self, model: Callable[[], Drafter] | None = None, late: LateModel | None = None) -> None:
+        """`model`: makes the drafter beside the n-gram drafter; `late`: one that may be there later."""
         self._model = model
+        self._late = late
 
     @classmethod
     async def load(cls, drafter: str, target: ModelSource, tokenizer: ChatTokenizer) -> DrafterFactory:
         """`drafter`: NGRAM, MEDUSA, BUNDLED (if there is one for the target), a trained draft's file, the folder of an
-        EAGLE-3 drafter, or a model.
+        EAGLE-3 drafter, or a model. All but BUNDLED are waited for. Close it before `target`.
 
         One that cannot be used is logged and left out.
         """
         if drafter == MEDUSA:
             return cls(MedusaDrafter)
         try:
-            if drafter == NGRAM or (drafter == BUNDLED and find_bundled(target) is None):
+            if drafter == BUNDLED and find_bundled(target) is not None:
+                return cls(late=LateModel(partial(_open, drafter, target, tokenizer)))
+            if drafter in (NGRAM, BUNDLED):
                 return cls()
             return cls(await asyncio.to_thread(_open, drafter, target, tokenizer))
         except (DrafterFailed, ModelError) as error:
@@ -67,27 +72,38 @@ class DrafterFactory:
     ) -> AsyncDrafter:
         """`compile_grammar`: of the generation, if it has one; `threads`: where what it forces is computed."""
         drafter: Drafter = NgramDrafter()
-        if self._model is not None:
-            drafter = MixtureDrafter([drafter, self._model()])
+        model = self._model if self._late is None else self._late.make
+        if model is not None:
+            drafter = MixtureDrafter([drafter, model()])
+        elif self._late is not None and compile_grammar is None:
+            return LateDrafter(self._late)
         if compile_grammar is not None:
             constrained = GrammarDrafter(drafter, compile_grammar)
             return InlineDrafter(constrained, threads) if drafter.is_synchronous else ThreadedDrafter(constrained)
         return InlineDrafter(drafter) if drafter.is_synchronous else ThreadedDrafter(drafter)
+
+    async def close(self) -> None:
+        if self._late is not None:
+            await self._late.close()
 
 
 def _open(drafter: str, target: ModelSource, tokenizer: ChatTokenizer) -> Callable[[], Drafter]:
     """Raises ModelError and DrafterFailed."""
     from swarm_client.speculation.drafters.eagle import EagleDrafter
     from swarm_client.speculation.drafters.model import ModelDrafter, check_vocabulary
+    from swarm_kernels.device.device import single_threaded
     from swarm_kernels.draft.eagle import open_eagle
     from swarm_kernels.draft.eagle_file import is_eagle
     from swarm_kernels.draft.models import LocalModel, open_draft
     from swarm_kernels.models.open import open_model
+    from swarm_kernels.ops import dispatch
     from swarm_kernels.tokenizer.tokenizer import load_tokenizer
 
     path = (drafter == BUNDLED and find_bundled(target)) or Path(drafter)
     if path.suffix == TRAINED_SUFFIX:
-        trained = open_draft(path, target)
+        dispatch.isa()  # the kernels take the number of threads that torch has when they are loaded
+        with single_threaded():
+            trained = open_draft(path, target)
         return lambda: ModelDrafter(trained, "trained draft")
     if is_eagle(path):
         eagle = open_eagle(path, target)
