@@ -21,7 +21,7 @@ from typing import Any, TypeVar, Unpack
 
 from swarm.config import ClientConfig
 from swarm.errors import InvalidRequest, UsageError
-from swarm.net.libp2p.options import HostOptions
+from swarm.net.base.tasks import in_thread
 from swarm.planner.auditing.policy import POLICY as AUDITS
 from swarm.planner.costs.chain_costs import ChainCosts
 from swarm.planner.generation.state_machine import GenerationRequest, GenerationState
@@ -49,7 +49,7 @@ from swarm_client.generation.stop_strings import StopStrings
 from swarm_client.generation.text_stream import TextStream
 from swarm_client.home.ends import HomeEnds, hold_ends
 from swarm_client.home.trusted_ends import TrustedEnds
-from swarm_client.network.connection import ClientNetwork, connect
+from swarm_client.network.connection import ClientNetwork, connect_as, host_options
 from swarm_client.outline.outliner import SkeletonDecoder
 from swarm_client.outline.templates import BUILT_IN, load_templates
 from swarm_client.routing.conversations import Conversations
@@ -120,41 +120,31 @@ class SwarmClient:
     async def __aenter__(self) -> SwarmClient:
         """Raises ModelError, UsageError (no peers), PeerUnreachable."""
         async with AsyncExitStack() as stack:
-            options = self._host_options() if self._given_network is None else None
-            source = self._given_source
+            network, source = self._given_network, self._given_source
+            if network is None:
+                host_options(self.config)  # before a model is opened
             if source is None:
                 source = await asyncio.to_thread(open_model, self.config.model)
                 stack.callback(source.close)
-            network = self._given_network
+            loading = await stack.enter_async_context(in_thread(partial(self._load_tokenizer, source)))
             if network is None:
-                assert options is not None
-                direct = self.config.transport != "libp2p"
-                network = await stack.enter_async_context(
-                    connect(
-                        options,
-                        self.config.limits,
-                        model=source.name,
-                        network=self.config.network,
-                        direct=direct,
-                        secret=self.config.secret,
-                        libp2p_impl=self.config.libp2p_impl,
-                        identity_file=self.config.identity,
-                    )
-                )
+                network = await stack.enter_async_context(connect_as(self.config, source.name))
             self._source, self._network = source, network
-            self._tokenizer = self._tokenizer or load_tokenizer(source)
-            self._grammars = GrammarCompiler(self._tokenizer, source.config.vocab_size)
-            if self._make_drafter is None:
-                self._drafter_factory = await DrafterFactory.load(self.config.drafter, source, self._tokenizer)
             reader = network.record_reader(source.name, source.config.num_layers)
             stack.push_async_callback(reader.close)
             kept = self.config.remember_peers and self._given_network is None
             memory = PeerMemory(memory_file(source.name, source.weight_hash) if kept else None)
-            held = hold_ends(self.config, source, self._tokenizer, network, reader)
+            held = hold_ends(self.config, source, loading, network, reader)
             self._ends = await stack.enter_async_context(held)
             self._router = router_of(self.config, source, network, reader, memory, self._ends)
             stack.push_async_callback(self._router.close)
             stack.push_async_callback(memory.save)
+            self._router.look_around()
+            self._tokenizer = await loading
+            self._grammars = GrammarCompiler(self._tokenizer, source.config.vocab_size)
+            if self._make_drafter is None:
+                self._drafter_factory = await DrafterFactory.load(self.config.drafter, source, self._tokenizer)
+                stack.push_async_callback(self._drafter_factory.close)
             self._auditor = self._new_auditor(source, network, self._router)
             stack.push_async_callback(self._auditor.close)
             self._skeleton_decoder = SkeletonDecoder(
@@ -281,6 +271,14 @@ class SwarmClient:
         stream = self.chat_stream(messages, tools=tools, template_options=template_options, **options)
         return await read_audited(stream, wait=self.config.audits == "wait")
 
+    def _load_tokenizer(self, source: ModelSource) -> ChatTokenizer:
+        """Blocks. Raises ModelError."""
+        if self._tokenizer is not None:
+            return self._tokenizer
+        tokenizer = load_tokenizer(source)
+        tokenizer.warm_up()
+        return tokenizer
+
     def _encode(self, prompt: str | Sequence[int]) -> list[int]:
         return self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
 
@@ -385,11 +383,6 @@ class SwarmClient:
         one that is malformed or costs too much."""
         compile_grammar = partial(_entered(self._grammars).compile, grammar)
         await asyncio.get_running_loop().run_in_executor(self._grammar_threads, compile_grammar)
-
-    def _host_options(self) -> HostOptions:
-        if not self.config.peers:
-            raise UsageError("no peers to connect to; give the multiaddr of a node of the swarm")
-        return HostOptions(peers=self.config.peers)
 
 
 def _entered(value: _T | None) -> _T:

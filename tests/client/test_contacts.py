@@ -151,3 +151,17 @@ async def test_contacts_are_bounded_and_those_that_answer_stay() -> None:
     assert len(contacts.all) <= 64
     assert set(contacts.client_ms) == {"h0", "h1", "h2"}
     await contacts.close()
+
+
+@virtual_time
+async def test_two_that_look_for_a_chain_at_once_wait_for_the_same_pings() -> None:
+    real = honest()
+    pool = Streets(real, delay_s=0.2)
+    contacts = contacts_of(pool, Sources({"h0"}))
+    suffice = enough(real, contacts)
+    first = asyncio.create_task(contacts.reach(real, suffice))
+    await asyncio.sleep(0.01)
+    await contacts.reach(real, suffice)
+    assert suffice(), "the second one has nobody left to ping, and yet may not give up"
+    await first
+    assert sorted(pool.asked) == sorted(node.peer for node in real for _ in range(2)), "a ping and one that dials"

@@ -1,4 +1,4 @@
-"""Hops that accept and never answer, or advertise quick and deliver slow, cost a client one pause each."""
+"""Hops that accept and never answer, or advertise quick and deliver slow, cost a client a short pause or two."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from recovery_swarm import TOKENS, answer_with, prompt, swarm_of, truth
 from virtual_clock import virtual_time
 
 from swarm.errors import ConnectionLost
-from swarm.planner.trust.evidence import FailureKind
 from swarm.types import Chain
 
-PAUSE_S = 3.0
+PAUSE_S, LONGEST_S = 0.5, 1.5
 
 
 def nobody(chain: Chain) -> None:
@@ -20,23 +19,24 @@ def nobody(chain: Chain) -> None:
 
 
 @virtual_time
-async def test_a_black_hole_costs_one_pause_and_is_remembered() -> None:
+async def test_a_black_hole_costs_two_short_pauses_and_is_remembered() -> None:
     async with swarm_of(2) as swarm, swarm.client() as client:
         router = client._router
         assert router is not None
         chain, _ = await router.route()
         hole = chain.peers[1]
         swarm.nodes[hole].device.delay_s = 600.0
-        pauses = 0
-        for _ in range(4):
+        pauses: list[float] = []
+        for _ in range(6):
             begun = asyncio.get_running_loop().time()
             answer, times, _ = await answer_with(client, nobody, 1)
             assert list(answer.token_ids) == truth()
-            pauses += sum(b - a > PAUSE_S for a, b in itertools.pairwise([begun, *times]))
+            pauses += [b - a for a, b in itertools.pairwise([begun, *times]) if b - a > PAUSE_S]
             await asyncio.sleep(60.0)  # longer than any block without a memory
-        assert pauses == 1
+        assert 1 <= len(pauses) <= 2, pauses
+        assert max(pauses) < LONGEST_S
         evidence = router.memory.of(hole)
-        assert (evidence.strikes, evidence.failure) == (1, FailureKind.STALLED)
+        assert evidence.strikes == len(pauses)
         served = [peer for peer, one in router.memory.known.items() if one.sessions]
         assert len(served) == 3
         assert all(router.memory.of(peer).rows >= TOKENS for peer in served)

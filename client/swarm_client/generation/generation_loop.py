@@ -49,7 +49,7 @@ from swarm_client.session.inference_session import InferenceSession
 from swarm_client.speculation.controller import ClientSpeculation
 from swarm_client.speculation.drafters.medusa import medusa_candidates
 from swarm_client.trust.chain_watch import ChainWatch
-from swarm_client.trust.failures import AuditFailed, HopStalled, StragglerEvicted
+from swarm_client.trust.failures import AuditFailed, StragglerEvicted
 
 logger = logging.getLogger(__name__)
 
@@ -266,12 +266,14 @@ class GenerationLoop:
             if slow is not None:
                 raise slow
         assert self._watch is not None  # a chain is ready
-        usual_s = self.limits.stall_timeout_s
-        stalled = session.stalled_hops(progress, usual_s + self._prefill_slack_s)
-        early = session.stalled_hops(progress, self._watch.stall_timeout_s(usual_s) + self._prefill_slack_s)
-        for peer in stalled or [peer for peer in early if self._watch.stranger(peer)]:
-            if await self.sessions.has_alternative(session, peer):
-                raise session.mark_failed(peer, HopStalled("steps come to it and no further"))
+        suspects, lasted_s = session.stalled_hops(progress)
+        usual_s, slack_s = self.limits.stall_timeout_s, self._prefill_slack_s
+        for peer in suspects:
+            why = self._watch.stalled(
+                peer, lasted_s, usual_s, slack_s=slack_s, on_edge=len(suspects) > 1, left=len(self.repairs)
+            )
+            if why is not None and await self.sessions.has_alternative(session, peer):
+                raise session.mark_failed(peer, why)
 
     # Chains ----------------------------------------------------------------------------------------------------------
 
@@ -358,7 +360,8 @@ class GenerationLoop:
         if self.speculation is not None:
             self.speculation.chain_ready(session.chain)
         chunks = self.sessions.chunks(session.chain, len(self.generation.known) - held)
-        longest_s = costs.iteration_ms(max(chunks, default=self.generation.request.prefill_chunk)) / 1e3
+        self._watch.widest = max(chunks, default=self.generation.request.prefill_chunk)
+        longest_s = costs.iteration_ms(self._watch.widest) / 1e3
         most_s = self.policy.max_prefill_slack * self.limits.step_timeout_s
         self._prefill_slack_s = min(self.policy.prefill_slack * longest_s, most_s)
         return ChainReady(held, chunks)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
@@ -78,7 +78,11 @@ class HomeEnds:
 
 @asynccontextmanager
 async def hold_ends(
-    config: ClientConfig, source: ModelSource, tokenizer: ChatTokenizer, network: ClientNetwork, reader: RecordReader
+    config: ClientConfig,
+    source: ModelSource,
+    tokenizer: Awaitable[ChatTokenizer],
+    network: ClientNetwork,
+    reader: RecordReader,
 ) -> AsyncIterator[HomeEnds | TrustedEnds | None]:
     """Load and serve what `config.local_layers` says, or name whom `config.trust` does; None for neither. `reader`: of
     the nodes, whose dtype is taken.
@@ -103,7 +107,7 @@ async def hold_ends(
     device = ThreadDevice("swarm-home")  # of both: the kernels' threads are shared
     async with AsyncExitStack() as stack:
         stack.callback(device.close)
-        engines = [_engine(span, source, tokenizer) for span in (first, last)]
+        engines = [_engine(span, source, await tokenizer) for span in (first, last)]
         executors = [Executor(engine, device, config.limits.batch_tokens) for engine in engines]
         for executor in executors:  # ends after all servers have: they share the device
             stack.push_async_callback(executor.close)

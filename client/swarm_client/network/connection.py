@@ -12,14 +12,14 @@ import os
 import random
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from swarm.config import DEFAULT_MODEL, Libp2pImpl, Limits, state_dir
-from swarm.errors import PeerUnreachable
+from swarm.config import DEFAULT_MODEL, ClientConfig, Libp2pImpl, Limits, state_dir
+from swarm.errors import PeerUnreachable, UsageError
 from swarm.gossip_messages import Records
 from swarm.messages import AnyMessage
 from swarm.net.base.transport import Directory, Transport
@@ -102,6 +102,27 @@ class ClientNetwork:
             rebootstrap=self.rebootstrap,
             file=self.record_file,
         )
+
+
+def host_options(config: ClientConfig) -> HostOptions:
+    """Raises UsageError."""
+    if not config.peers:
+        raise UsageError("no peers to connect to; give the multiaddr of a node of the swarm")
+    return HostOptions(peers=config.peers)
+
+
+def connect_as(config: ClientConfig, model: str) -> AbstractAsyncContextManager[ClientNetwork]:
+    """`connect` as `config` says, for the model of that name."""
+    return connect(
+        host_options(config),
+        config.limits,
+        model=model,
+        network=config.network,
+        direct=config.transport != "libp2p",
+        secret=config.secret,
+        libp2p_impl=config.libp2p_impl,
+        identity_file=config.identity,
+    )
 
 
 @asynccontextmanager

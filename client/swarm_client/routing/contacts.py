@@ -75,7 +75,7 @@ class PeerContacts:
         begun, policy = loop.time(), self._policy
         waiting = {self._ping(node) for node in self._stale(nodes, begun)[: policy.max_pinged]}
         until = begun + policy.search_s
-        enough = False
+        usable, enough = {node.peer for node in nodes}, False
         while True:
             now = loop.time()
             if not enough and suffice():
@@ -83,6 +83,7 @@ class PeerContacts:
             if enough:
                 self._beside(nodes, now)
             else:
+                waiting |= {ping for peer, (ping, _) in self._pings.items() if peer in usable}
                 late = sum(now - since >= policy.hedge_s for _, since in self._pings.values())
                 open_pings = len(self._pings)
                 waiting |= self._try(

@@ -52,9 +52,9 @@ class RouterPolicy:
 
 
 class ChainRouter:
-    """`wall_clock` dates records (seconds since the epoch); tests hand in their own. `memory`: what was seen of peers
-    before. `draw`: random numbers in [0, 1). `rules`: of every chain; `known_first`: prefer one that begins
-    with a peer known for long."""
+    """`row_bytes`: of a hidden state. `wall_clock` dates records (seconds since the epoch); tests hand in their own.
+    `memory`: what was seen of peers before. `draw`: random numbers in [0, 1). `rules`: of every chain; `known_first`:
+    prefer one that begins with a peer known for long."""
 
     def __init__(
         self,
@@ -63,6 +63,7 @@ class ChainRouter:
         *,
         dtype: str | None,
         weight_hash: str,
+        row_bytes: int = 0,
         wall_clock: Callable[[], float] = time.time,
         memory: PeerMemory | None = None,
         draw: Callable[[], float] | None = None,
@@ -79,6 +80,7 @@ class ChainRouter:
         self._pool = pool
         self._dtype = dtype
         self._weight_hash = weight_hash
+        self._row_bytes = row_bytes
         self._wall_clock = wall_clock
         self._snapshot: Snapshot | None = None
         self._contacts = PeerContacts(pool, self._sources)
@@ -89,6 +91,14 @@ class ChainRouter:
     async def close(self) -> None:
         await self._contacts.close()
         await self._tasks.close()
+
+    def look_around(self) -> None:
+        """Read the swarm and ping nodes now, beside what else a start takes, so that the first route finds them."""
+        self._tasks.start(self._look_around(), "first look")
+
+    async def _look_around(self) -> None:
+        with contextlib.suppress(NetworkError):  # a route will say so
+            await self._reach(await self.snapshot(), 0)
 
     async def snapshot(self, *, fresh: bool = False, stale_after_s: float | None = None) -> Snapshot:
         """At most a second old, or a new one if `fresh`; the last one if a new one takes longer than `stale_after_s`.
@@ -326,7 +336,7 @@ class ChainRouter:
         """For the steps along `chain`, to be handed back to `took` and `served`."""
         assert self._snapshot is not None  # the chain was routed on one
         seen = replace(self._snapshot, nodes=tuple(n for n in self._snapshot.nodes if n.peer in chain.peers))
-        return ChainWatch(chain, self.costs(chain), self._beliefs(seen))
+        return ChainWatch(chain, self.costs(chain), self._beliefs(seen), self._row_bytes)
 
     def took(self, times: StepTimes) -> None:
         """Remember how long a step took at each hop."""

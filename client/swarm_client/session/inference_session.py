@@ -165,11 +165,11 @@ class InferenceSession:
                 await self._progress_complete.wait()
         return dict(self._hop_progress)
 
-    def stalled_hops(self, progress: Mapping[PeerId, HopProgress], stall_timeout_s: float) -> tuple[PeerId, ...]:
-        """The hops that may have stalled the last step, likeliest first; () if any hop made progress within the
-        timeout."""
+    def stalled_hops(self, progress: Mapping[PeerId, HopProgress]) -> tuple[tuple[PeerId, ...], float]:
+        """The hops that may have stalled the last step, likeliest first; and for how long no hop has made progress,
+        in seconds."""
         lasted_s = self._stall_timer.lasted_s(progress, asyncio.get_running_loop().time())
-        return stalled_hops(self.chain.peers, progress, self._step) if lasted_s >= stall_timeout_s else ()
+        return stalled_hops(self.chain.peers, progress, self._step), lasted_s
 
     async def discard_in_flight(self, epoch: int) -> None:
         """Tell every hop to drop steps before `epoch`, best effort: the next step invalidates them too, only later."""

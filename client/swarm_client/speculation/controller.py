@@ -40,9 +40,10 @@ MAX_CHAINS = 64  # whose contention factors are remembered
 
 
 class AsyncDrafter(Protocol):
-    """A drafter as a generation uses it (ThreadedDrafter, InlineDrafter). Its calls raise DrafterFailed."""
+    """A drafter as a generation uses it: ThreadedDrafter, InlineDrafter, LateDrafter. Its calls raise DrafterFailed."""
 
-    drafter: DraftSource
+    @property
+    def drafter(self) -> DraftSource: ...
 
     async def reset(self, prompt_ids: Sequence[int]) -> None: ...
 

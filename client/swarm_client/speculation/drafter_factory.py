@@ -11,6 +11,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 from concurrent.futures import Executor
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,6 +26,7 @@ from swarm_client.speculation.drafters.medusa import NUM_CANDIDATES, MedusaDraft
 from swarm_client.speculation.drafters.mixture import MixtureDrafter
 from swarm_client.speculation.drafters.ngram import NgramDrafter
 from swarm_client.speculation.drafters.threaded import ThreadedDrafter
+from swarm_client.speculation.late_model import LateDrafter, LateModel
 
 if TYPE_CHECKING:  # a client that drafts with no model loads none
     from swarm_kernels.models.open import ModelSource
@@ -44,17 +46,26 @@ TRAINED_SUFFIX = ".draft"
 class DrafterFactory:
     """`await DrafterFactory.load(...)`, then `drafter()` for each generation."""
 
-    def __init__(self, model: Callable[[], Drafter] | None = None, choice: str = "", *, medusa: bool = False) -> None:
-        """`model`: makes the drafter beside the n-gram drafter. `choice`: what AUTO took and why. `medusa`: whether it
-        drafts with the tail's heads."""
+    def __init__(
+        self,
+        model: Callable[[], Drafter] | None = None,
+        choice: str = "",
+        *,
+        medusa: bool = False,
+        late: LateModel | None = None,
+    ) -> None:
+        """`model`: makes the drafter beside the n-gram drafter; `late`: one that may be there later. `choice`: what
+        AUTO took and why. `medusa`: whether it drafts with the tail's heads."""
         self._model = model
+        self._late = late
         self.choice = choice
         self.num_medusa_candidates = NUM_CANDIDATES if medusa else 0
 
     @classmethod
     async def load(cls, drafter: str, target: ModelSource, tokenizer: ChatTokenizer) -> DrafterFactory:
         """`drafter`: AUTO, NGRAM, MEDUSA, MTP, BUNDLED (if there is one for the target), a trained draft's file, the
-        folder of an EAGLE-3 or DFlash drafter, here or on a hub, or a model.
+        folder of an EAGLE-3 or DFlash drafter, here or on a hub, or a model. All but BUNDLED are waited for. Close it
+        before `target`.
 
         One that cannot be used is logged and left out.
         """
@@ -63,7 +74,9 @@ class DrafterFactory:
         if drafter == AUTO:
             return await asyncio.to_thread(cls._choose, target)
         try:
-            if drafter == NGRAM or (drafter == BUNDLED and find_bundled(target) is None):
+            if drafter == BUNDLED and find_bundled(target) is not None:
+                return cls(late=LateModel(partial(_open, drafter, target, tokenizer)))
+            if drafter in (NGRAM, BUNDLED):
                 return cls()
             return cls(await asyncio.to_thread(_open, drafter, target, tokenizer))
         except (DrafterFailed, ModelError) as error:
@@ -95,12 +108,19 @@ class DrafterFactory:
     ) -> AsyncDrafter:
         """`compile_grammar`: of the generation, if it has one; `threads`: where what it forces is computed."""
         drafter: Drafter = NgramDrafter()
-        if self._model is not None:
-            drafter = MixtureDrafter([drafter, self._model()])
+        model = self._model if self._late is None else self._late.make
+        if model is not None:
+            drafter = MixtureDrafter([drafter, model()])
+        elif self._late is not None and compile_grammar is None:
+            return LateDrafter(self._late)
         if compile_grammar is not None:
             constrained = GrammarDrafter(drafter, compile_grammar)
             return InlineDrafter(constrained, threads) if drafter.is_synchronous else ThreadedDrafter(constrained)
         return InlineDrafter(drafter) if drafter.is_synchronous else ThreadedDrafter(drafter)
+
+    async def close(self) -> None:
+        if self._late is not None:
+            await self._late.close()
 
 
 def _open(drafter: str, target: ModelSource, tokenizer: ChatTokenizer) -> Callable[[], Drafter]:

@@ -18,6 +18,7 @@ from swarm_client.speculation.drafters.bundled import find_bundled
 from swarm_client.speculation.drafters.medusa import MedusaDrafter
 from swarm_client.speculation.drafters.model import ModelDrafter
 from swarm_client.speculation.drafters.tapped import TappedDrafter
+from swarm_kernels.device.device import single_threaded
 from swarm_kernels.draft.dflash import open_dflash
 from swarm_kernels.draft.eagle import open_eagle
 from swarm_kernels.draft.folder import DFLASH, drafter_kind
@@ -26,6 +27,7 @@ from swarm_kernels.draft.mtp import open_mtp
 from swarm_kernels.draft.mtp_source import find_mtp, tensors_of
 from swarm_kernels.draft.tapped import TappedDraft
 from swarm_kernels.models.source import ModelSource
+from swarm_kernels.ops import dispatch
 
 MAX_ENTRIES = 1024  # of a folder that are looked at
 
@@ -77,7 +79,9 @@ def open_layer(target: ModelSource) -> MakeDrafter:
 
 def open_trained(path: Path, target: ModelSource) -> MakeDrafter:
     """What `swarm-draft train` made. Raises ModelError, DrafterFailed."""
-    trained = open_draft(path, target)
+    dispatch.isa()  # the kernels take the number of threads that torch has when they are loaded
+    with single_threaded():
+        trained = open_draft(path, target)
     return lambda: ModelDrafter(trained, "trained draft")
 
 

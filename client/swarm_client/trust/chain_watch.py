@@ -14,6 +14,7 @@ from swarm.planner.trust.belief import PeerBelief
 from swarm.planner.trust.measurement import hop_times, overdue_hop
 from swarm.planner.trust.policy import POLICY, TrustPolicy
 from swarm.types import Chain, PeerId
+from swarm_client.trust.failures import HopStalled, StragglerEvicted
 
 MAX_ROWS = 64  # of a step whose times are compared; more is prefill
 
@@ -28,13 +29,15 @@ class StepTimes:
 
 @dataclass(slots=True)
 class ChainWatch:
-    """`costs`: by the records."""
+    """`costs`: by the records. `row_bytes`: of a hidden state between hops."""
 
     chain: Chain
     costs: ChainCosts
     beliefs: Mapping[PeerId, PeerBelief]
+    row_bytes: int = 0
     policy: TrustPolicy = POLICY
     rows: int = 0  # of the steps that have come back
+    widest: int = 1  # rows of the widest step of the prefill
     slowdown: float = 1.0  # of the last step, times what was predicted
     _sent: dict[int, tuple[float, int, bool]] = field(default_factory=dict)  # step -> when, rows, whether alone
     _late: tuple[PeerId, int] = ("", 0)  # the hop that was overdue last, how often in a row
@@ -44,9 +47,37 @@ class ChainWatch:
         belief = self.beliefs.get(peer)
         return belief is None or not belief.proven
 
-    def stall_timeout_s(self, usual_s: float) -> float:
-        """How long a stranger may hold a step without progress."""
-        return min(usual_s, self.policy.stranger_stall_s)
+    def stalled(
+        self,
+        peer: PeerId,
+        lasted_s: float,
+        usual_s: float,
+        *,
+        slack_s: float = 0.0,
+        on_edge: bool = False,
+        left: int = 0,
+    ) -> StragglerEvicted | None:
+        """Why a hop is to be left that has made no progress for `lasted_s`; None: it may go on.
+
+        `usual_s`: a proven hop's time; `slack_s`: more for a prefill. A stranger has less, and for the first step of a
+        chain no longer than some times what its own record says that it takes: a black hole says that it is quick.
+        `on_edge`: the step did not reach it from the hop before, so that it may be on a slow link. `left`: hops that
+        this answer has left already: whoever finds all of them too slow has no time for haste.
+        """
+        stranger = self.stranger(peer)
+        if lasted_s >= slack_s + (min(usual_s, self.policy.stranger_stall_s) if stranger else usual_s):
+            return HopStalled("steps come to it and no further")
+        if not stranger or self.rows or left >= self.policy.max_hasty:
+            return None
+        rows = max(self.widest, *(rows for _, rows, _ in self._sent.values()), 1)
+        claimed_s = self.costs.stages[self.chain.peers.index(peer)].ms(rows) / 1e3
+        link_s = rows * self.row_bytes / self.policy.slow_link_bytes_s if on_edge else 0.0
+        if lasted_s < link_s + max(self.policy.first_step_s, self.policy.first_step_ratio * claimed_s):
+            return None
+        belief = self.beliefs.get(peer)
+        again = belief is not None and belief.evidence.failures > 0 and not belief.evidence.sessions
+        kind = HopStalled if again else StragglerEvicted  # once may be chance
+        return kind(f"its first step has taken {lasted_s:.1f} s, and it says that takes {claimed_s:.2f} s")
 
     def probe_after_s(self, usual_s: float) -> float:
         """How long a result may take before the hops are asked for their progress."""

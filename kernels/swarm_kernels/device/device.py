@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import ctypes
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -30,6 +32,18 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, 
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _CGROUP = Path("/sys/fs/cgroup")
+
+
+@contextmanager
+def single_threaded() -> Iterator[None]:
+    """torch's operations in this thread run without helpers. Many small ones on a busy machine spend most of their time
+    waiting until all helpers have had a core; the results are the same bits wherever they are element by element."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def parse_dtype(name: str) -> torch.dtype:

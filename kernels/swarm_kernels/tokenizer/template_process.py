@@ -6,6 +6,7 @@ Owns that process: one for the whole program, as a template takes milliseconds. 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import signal
 import subprocess
@@ -27,6 +28,11 @@ class TemplateProcess:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Start the worker, so that the first `render` finds it there. Where it cannot be started, that will say so."""
+        with self._lock, contextlib.suppress(ResourceError):
+            self._running()
 
     def render(self, source: str, variables: Mapping[str, Any], limit_s: float) -> str:
         """Raises InvalidRequest, CorruptModel for a template that cannot be compiled, ResourceError."""

@@ -17,6 +17,7 @@ from swarm_kernels.tokenizer.chat_template import ChatTemplate
 from swarm_kernels.tokenizer.gguf import read_gguf_tokenizer
 from swarm_kernels.tokenizer.hf import read_hf_tokenizer
 from swarm_kernels.tokenizer.parts import MalformedTokenizer, TokenizerParts
+from swarm_kernels.tokenizer.template_process import RENDERER
 
 _REPLACEMENT = "\ufffd"  # what an incomplete character decodes to
 _MAX_PENDING = 16  # tokens of an incomplete character, before its bytes are emitted as U+FFFD
@@ -52,6 +53,11 @@ class ChatTokenizer:
             token for token, added in parts.tokenizer.get_added_tokens_decoder().items() if added.special
         )
         self.chat_template = parts.tool_template or parts.chat_template
+
+    def warm_up(self) -> None:
+        """Start the process that renders chat templates, which takes a tenth of a second; best effort. Blocks."""
+        if self._template is not None:
+            RENDERER.start()
 
     @property
     def vocab_size(self) -> int:

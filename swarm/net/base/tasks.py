@@ -8,7 +8,8 @@ what the tasks do.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Coroutine, Iterable
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterable
+from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 _T = TypeVar("_T")
@@ -77,6 +78,37 @@ async def run_all(works: Iterable[Coroutine[Any, Any, _T]]) -> list[_T]:
     finally:
         await end_all(tasks)
     return [task.result() for task in failed or tasks]
+
+
+@asynccontextmanager
+async def in_thread(work: Callable[[], _T]) -> AsyncIterator[asyncio.Future[_T]]:
+    """Run what blocks beside the block of `async with`, which may await its result. The thread cannot be stopped, and
+    is waited for at the end, so that what it reads from may be closed then."""
+    thread = asyncio.get_running_loop().run_in_executor(None, work)
+    result = asyncio.shield(thread)  # who is cancelled while awaiting it leaves the thread's own future as it is
+    result.add_done_callback(_notice)
+    try:
+        yield result
+    finally:
+        await wait_out(thread)
+
+
+async def wait_out(work: asyncio.Future[Any]) -> None:
+    """Wait until `work` has ended, however often the caller is cancelled meanwhile. Its failure has been noticed."""
+    cancelled: asyncio.CancelledError | None = None
+    while not work.done():
+        try:
+            await asyncio.wait({work})
+        except asyncio.CancelledError as error:
+            cancelled = error
+    _notice(work)
+    if cancelled is not None:
+        raise cancelled
+
+
+def _notice(future: asyncio.Future[Any]) -> None:
+    if not future.cancelled():
+        future.exception()
 
 
 async def end_all(tasks: Collection[asyncio.Future[Any]]) -> None:

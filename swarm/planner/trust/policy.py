@@ -23,7 +23,11 @@ class TrustPolicy:
     typical_tokens: float = 128.0  # of an answer, over which that pause is spread
     stranger_failure: float = 0.02  # chance that a session fails at a stranger, before anything was seen
     stranger_stall_s: float = 2.0  # without progress, before a stranger counts as stalled: a black hole costs no more
-    stranger_probe_s: float = 0.5  # how soon a chain with a stranger is asked for its progress, until it has answered
+    first_step_s: float = 0.5  # ... that holds the first step of a chain: a quick one's hiccup, and a black hole ...
+    first_step_ratio: float = 8.0  # ... or, if longer, times what its record says; forgiven soon, as a slow hop
+    slow_link_bytes_s: float = 250e3  # ... and as long as such a link takes: a home's upload, not the slowest one
+    max_hasty: int = 2  # hops that one answer leaves so soon; then its own machine or network may be the slow one
+    stranger_probe_s: float = 0.3  # how soon a chain with a stranger is asked for its progress, until it has answered
     prior_sessions: float = 4.0  # for how many sessions that chance counts against what was seen
     wary_after: int = 2  # strangers that disappointed, before the claims of all strangers are cut ...
     wary_quantile: float = 0.75  # ... to this quantile of all claims, if the proven are quicker: the rest looks alike
