@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -94,6 +95,7 @@ _Libp2p = Annotated[
 
 @app.command(cls=CommandWithOldNames, help="Talk to a swarm. Without a prompt, an interactive terminal.")
 def run(
+    ctx: typer.Context,
     text: _Text = None,
     prompt: _Prompt = None,
     peer: _Peers = None,
@@ -135,20 +137,8 @@ def run(
     logging.basicConfig(level=logging.INFO if verbose else logging.CRITICAL)
     try:
         prompt = _one_prompt(text, prompt, as_json)
-        given: dict[str, Any] = {"model": model, "peers": tuple(peer) if peer else None, "decoding": decoding}
-        given |= {"dtype": dtype, "drafter": drafter, "libp2p_impl": libp2p, "network": network, "identity": identity}
-        given |= {"discovery": False if no_discovery else None, "local_layers": local_layers}
-        given |= {"trust": tuple(trust) if trust else None, "apart": apart}
-        given |= {"known_first": known_first or None, "vary_first": vary_first or None}
-        settings = client_config(ClientConfig, given, invite, config)
-        options: dict[str, Any] = {
-            "max_new_tokens": max_new_tokens,
-            "temperature": 0.0 if greedy else temperature,
-            "grammar": _grammar(json_schema, regex),
-            "stop": tuple(stop or split_list(env_value("stop"))),
-        }
-        options |= {"top_p": top_p, "top_k": top_k, "min_p": min_p, "repetition_penalty": repetition_penalty}
-        options |= {"frequency_penalty": frequency_penalty, "presence_penalty": presence_penalty, "seed": seed}
+        settings = client_config(ClientConfig, _settings(ctx.params), invite, config)
+        options = _options(ctx.params, json_schema, regex)
         if prompt is None:
             from swarm_client.cli.repl import interact  # the terminal's libraries are not needed for --prompt
 
@@ -159,6 +149,27 @@ def run(
         _fail(error, as_json)
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
+
+
+def _settings(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of ClientConfig by name, None for those that no flag sets."""
+    settings = {name: given[name] for name in ("model", "decoding", "dtype", "drafter", "network", "identity", "apart")}
+    settings |= {"local_layers": given["local_layers"], "libp2p_impl": given["libp2p"]}
+    settings |= {"peers": tuple(given["peer"] or ()) or None, "trust": tuple(given["trust"] or ()) or None}
+    settings |= {"known_first": given["known_first"] or None, "vary_first": given["vary_first"] or None}
+    return settings | {"discovery": False if given["no_discovery"] else None}
+
+
+def _options(given: Mapping[str, Any], json_schema: Path | None, regex: str | None) -> dict[str, Any]:
+    """Options of a generation. Raises UsageError."""
+    named = ("max_new_tokens", "top_p", "top_k", "min_p", "seed")
+    penalties = ("repetition_penalty", "frequency_penalty", "presence_penalty")
+    return {
+        **{name: given[name] for name in (*named, *penalties)},
+        "temperature": 0.0 if given["greedy"] else given["temperature"],
+        "grammar": _grammar(json_schema, regex),
+        "stop": tuple(given["stop"] or split_list(env_value("stop"))),
+    }
 
 
 async def answer_once(settings: ClientConfig, prompt: str, request: OneShotRequest) -> None:

@@ -75,13 +75,9 @@ class ChainRouter:
         self.memory = memory or PeerMemory()
         self._draw = draw or random.Random(os.urandom(16)).random
         self._trials: dict[PeerId, float] = {}  # strangers that answers try now -> since when, loop time
-        self._policy = policy
-        self._reader = reader
-        self._pool = pool
-        self._dtype = dtype
-        self._weight_hash = weight_hash
-        self._row_bytes = row_bytes
-        self._wall_clock = wall_clock
+        self._policy, self._wall_clock = policy, wall_clock
+        self._reader, self._pool = reader, pool
+        self._dtype, self._weight_hash, self._row_bytes = dtype, weight_hash, row_bytes
         self._snapshot: Snapshot | None = None
         self._contacts = PeerContacts(pool, self._sources)
         self._blocklist = PeerBlocklist()
@@ -399,7 +395,6 @@ class ChainRouter:
         if self._snapshot is None or any(self._snapshot.node(p) is None for p in chain.peers):
             return f"{chain}; a node of it has left the swarm since"
         seen = self._answering(self._snapshot, chain.peers)
-        evidence, now = self.memory.known if self._known_first else None, self._wall_clock()
-        kept = explain_rules(self._rules, chain, seen.nodes, evidence, now)
-        announced = len(self._snapshot.nodes)
-        return explain_chain(chain, seen, announced, self._contacts.client_ms, self._beliefs(seen), self._rules, kept)
+        known, all_nodes = self.memory.known if self._known_first else None, len(self._snapshot.nodes)
+        kept = explain_rules(self._rules, chain, seen.nodes, known, self._wall_clock())
+        return explain_chain(chain, seen, all_nodes, self._contacts.client_ms, self._beliefs(seen), self._rules, kept)
