@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from quantized_tensors import Entry, awq, gptq, table_of, unpacked
+from quantized_tensors import NAMES, Entry, awq, gptq, table_of, unpacked
 from safetensors.torch import load_file
 
+from swarm.errors import CorruptModel
 from swarm_kernels.models.quantized.checkpoint import unpacked_table
 from swarm_kernels.models.quantized.schemes import scheme_of
 from swarm_kernels.ops.base.int4_linear import quantize_weight
@@ -120,3 +121,14 @@ def test_nf4_is_taken_over_to_the_last_bit() -> None:
     assert torch.equal(weights.embedding_rows(torch.arange(6)).half(), stored["plain.dequantized"])
     assert plain.as_stored(parts | {"code": parts["code"].flip(0)}) is None
     assert plain.as_stored(parts | {"scale": parts["scale"] * float("inf")}) is None
+
+
+@pytest.mark.parametrize("part", ["weight", "weight.absmax"])
+def test_what_indexes_a_table_is_stored_in_bytes(part: str) -> None:
+    stored = load_file(Path(__file__).with_name("data") / "bitsandbytes.safetensors")
+    name = f"nested.{part}"
+    stored[name] = torch.full_like(stored[name], 100, dtype=torch.int16)
+    scheme = scheme_of({"quant_method": "bitsandbytes", "load_in_4bit": True}, "config.json")
+    with pytest.raises(CorruptModel, match="is not stored in bytes"):
+        unpacked_table(scheme, {k: Entry(tuple(v.shape), NAMES.get(v.dtype, "I16")) for k, v in stored.items()},
+                       stored.__getitem__, "m")  # fmt: skip

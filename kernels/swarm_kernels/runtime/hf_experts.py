@@ -1,12 +1,14 @@
 """transformers' experts interface on our op: every mixture of experts that goes through it, on packed weights.
 
-Owns which gating a module has, found by trying it, and the calls. `hf_packing` reads and packs the weights.
+Owns which gating a module has, found by trying it, the calls, and what Llama 4's classes lack for the interface, which
+they do not use. `hf_packing` reads and packs the weights.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import MethodType
 from typing import Any
 
 import torch
@@ -22,6 +24,7 @@ EXACT = "swarm_exact"
 """The same weights, one expert after another, with transformers' own gating: what a span is checked against."""
 
 _SAMPLES, _WIDTH = 64, 16
+_MIXTURE = "Llama4TextMoe"
 _TOLERANCE = 1e-5  # of gatings, relative to the largest value
 
 
@@ -102,6 +105,39 @@ def _exact(module: Any, hidden: torch.Tensor, index: torch.Tensor, scores: torch
         output = weights.second[expert](_apply(module, weights.first[expert](hidden[rows])))
         outputs[rows, places] = module.post_expert_norm(output) if module.has_post_expert_norm else output
     return (outputs * scores[..., None]).sum(1).to(hidden.dtype)
+
+
+def adopt_llama4(layer: torch.nn.Module, config: Any) -> None:
+    """Have the layer's mixture, if it is one of Llama 4, call its experts through the interface. `config`: the text
+    model's, which names the function."""
+    for mixture in layer.modules():
+        if type(mixture).__name__ != _MIXTURE:
+            continue
+        experts: Any = mixture.experts
+        experts.is_concatenated = experts.is_transposed = experts.has_gate = True
+        experts.has_bias = experts.has_post_expert_norm = False
+        experts._apply_gate = MethodType(_llama4_gate, experts)
+        experts.config = config
+        mixture.forward = MethodType(_llama4_forward, mixture)
+
+
+def _llama4_gate(experts: Any, gate_up: torch.Tensor) -> torch.Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    gated: torch.Tensor = up * experts.act_fn(gate)
+    return gated
+
+
+def _llama4_forward(mixture: Any, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """As its class does it, of the chosen experts only. Scores multiply an expert's inputs, not its outputs."""
+    rows = hidden.reshape(-1, mixture.hidden_dim)
+    scores, logits = mixture.router(rows)
+    chosen = logits.topk(mixture.top_k, dim=1).indices
+    run = ALL_EXPERTS_FUNCTIONS[mixture.experts.config._experts_implementation]
+    out: torch.Tensor = mixture.shared_expert(rows)
+    for index in chosen.split(1, 1):
+        scaled = rows * scores.gather(1, index)
+        out = out + run(mixture.experts, scaled, index, torch.ones_like(scaled[:, :1]))
+    return out, logits
 
 
 ALL_EXPERTS_FUNCTIONS.register(EXPERTS, _experts)

@@ -18,7 +18,7 @@ from swarm_kernels.ops.base import int8_linear
 from swarm_kernels.ops.base.layer_weights import Linear
 from swarm_kernels.runtime.hf_conversions import StoredParameter, layer_of, stored_parameters
 from swarm_kernels.runtime.hf_expert_reader import ExpertReader
-from swarm_kernels.runtime.hf_experts import attach, is_experts
+from swarm_kernels.runtime.hf_experts import adopt_llama4, attach, is_experts
 from swarm_kernels.runtime.hf_linears import (
     Format,
     PackedEmbedding,
@@ -27,7 +27,6 @@ from swarm_kernels.runtime.hf_linears import (
     replace_module,
     weight_bytes,
 )
-from swarm_kernels.runtime.hf_llama4 import adopt
 from swarm_kernels.runtime.weight_reader import Packs, WeightReader
 
 _MOST_UNPACKED = 0.25  # of a layer's bytes
@@ -96,7 +95,7 @@ class Packer:
                     packed.parameters |= {f"{name}.weight", f"{name}.bias"}
                     packed.stored |= {found.sole, _bias(found.sole)}
         if self._form.expert_packs is not None:
-            adopt(self._model.get_submodule(prefix), self._model.config.get_text_config())
+            adopt_llama4(self._model.get_submodule(prefix), self._model.config.get_text_config())
             for name, module in self._model.get_submodule(prefix).named_modules():
                 if is_experts(module):
                     reader = ExpertReader(self._reader, stored, f"{prefix}.{name}", module, self._form.expert_packs)

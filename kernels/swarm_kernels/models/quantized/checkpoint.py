@@ -161,16 +161,24 @@ def _bitsandbytes(table: Table, module: str, read: ReadTensor) -> PackedTensor |
     blocks = -(-count // state.blocksize)
     table.expect(parts["values"], (-(-count // 2), 1), (-(-count // 2),))
     table.expect(parts["code"], (16,))
+    _expect_bytes(table, parts["values"])
     table.expect(parts["scale"], (blocks,))
     if f"{name}.nested_absmax" in table.stored:
         parts |= {"nested_scale": f"{name}.nested_absmax", "nested_code": f"{name}.nested_quant_map"}
         table.expect(parts["nested_scale"], (-(-blocks // state.nested_blocksize),))
         table.expect(parts["nested_code"], (256,))
+        _expect_bytes(table, parts["scale"])
     elif table.stored[parts["scale"]].dtype not in FLOATING:
         raise CorruptModel(f"{table.where}: the scales of '{name[:120]}' are not floats; fetch the model again")
     return floats.nf4(
         parts, shape, _DTYPES[state.dtype], (state.blocksize, state.nested_blocksize, state.nested_offset)
     )
+
+
+def _expect_bytes(table: Table, name: str) -> None:
+    """Numbers that index a table."""
+    if table.stored[name].dtype != "U8":
+        raise CorruptModel(f"{table.where}: '{name[:120]}' is not stored in bytes; fetch the model again")
 
 
 def _read_state(table: Table, name: str, read: ReadTensor) -> _State:

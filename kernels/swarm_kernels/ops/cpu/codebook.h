@@ -6,6 +6,8 @@
 #include <arm_neon.h>
 #endif
 
+#include <type_traits>
+
 #include "int4.h"
 #include "int8.h"
 
@@ -26,10 +28,18 @@ struct Codes {
 // 16 bytes as whole numbers, those of vector `j`.
 template <typename Byte>
 SWARM_INLINE I load_bytes(const uint8_t* p, int j) {
+#if defined(__AVX512F__)  // GCC 12 widens in four quarters and joins them
+  const __m128i all = _mm_loadu_si128((const __m128i*)(p + j * LANES));
+  return (I)(std::is_signed_v<Byte> ? _mm512_cvtepi8_epi32(all) : _mm512_cvtepu8_epi32(all));
+#elif defined(__AVX2__)
+  const __m128i all = _mm_loadl_epi64((const __m128i*)(p + j * LANES));
+  return (I)(std::is_signed_v<Byte> ? _mm256_cvtepi8_epi32(all) : _mm256_cvtepu8_epi32(all));
+#else
   typedef Byte B __attribute__((vector_size(LANES)));
   B bytes;
   std::memcpy(&bytes, p + j * LANES, sizeof bytes);
   return __builtin_convertvector(bytes, I);
+#endif
 }
 
 // MXFP4: 2^(byte - 127), halved since its numbers are doubled. [groups][16]
