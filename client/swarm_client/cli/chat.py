@@ -137,8 +137,7 @@ def run(
         given: dict[str, Any] = {"model": model, "peers": tuple(peer) if peer else None, "decoding": decoding}
         given |= {"dtype": dtype, "drafter": drafter, "libp2p_impl": libp2p, "network": network, "identity": identity}
         given |= {"discovery": False if no_discovery else None, "local_layers": local_layers}
-        given |= {"trust": tuple(trust) if trust else None, "apart": apart}
-        given |= {"known_first": known_first or None, "vary_first": vary_first or None}
+        given |= _privacy(trust, apart, known_first, vary_first)
         settings = client_config(ClientConfig, given, invite, config)
         options: dict[str, Any] = {
             "max_new_tokens": max_new_tokens,
@@ -148,16 +147,26 @@ def run(
         }
         options |= {"top_p": top_p, "top_k": top_k, "min_p": min_p, "repetition_penalty": repetition_penalty}
         options |= {"frequency_penalty": frequency_penalty, "presence_penalty": presence_penalty, "seed": seed}
-        if prompt is None:
-            from swarm_client.cli.repl import interact  # the terminal's libraries are not needed for --prompt
-
-            uvloop.run(interact(settings, system, options))
-        else:
-            uvloop.run(answer_once(settings, prompt, OneShotRequest(system, options, as_json)))
+        _talk(settings, prompt, OneShotRequest(system, options, as_json))
     except SwarmError as error:
         _fail(error, as_json)
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
+
+
+def _privacy(trust: list[str] | None, apart: str | None, known_first: bool, vary_first: bool) -> dict[str, Any]:
+    """The settings of what chains are asked to keep; None for what no flag gives."""
+    given: dict[str, Any] = {"trust": tuple(trust) if trust else None, "apart": apart}
+    return given | {"known_first": known_first or None, "vary_first": vary_first or None}
+
+
+def _talk(settings: ClientConfig, prompt: str | None, request: OneShotRequest) -> None:
+    if prompt is None:
+        from swarm_client.cli.repl import interact  # the terminal's libraries are not needed for --prompt
+
+        uvloop.run(interact(settings, request.system, request.options))
+    else:
+        uvloop.run(answer_once(settings, prompt, request))
 
 
 async def answer_once(settings: ClientConfig, prompt: str, request: OneShotRequest) -> None:
