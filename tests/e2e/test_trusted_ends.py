@@ -134,7 +134,13 @@ async def test_an_audit_keeps_ids_with_them_too(ends_of_each: int) -> None:
             answer = await client.generate(prompt(), max_new_tokens=4)
             liar = answer.chain.peers[1]
             make_liar(swarm, liar, noisy)
-            _, found = await audited(client)
+            assert client._auditor is not None
+            client._auditor.draw = random.Random(ends_of_each).random
+            for _ in range(8):  # a replay through the liar again says nothing of who is wrong
+                _, found = await audited(client)
+                assert set(found.liars) <= {liar}
+                if found.liars:
+                    break
             assert found.liars == (liar,)
 
 
