@@ -56,6 +56,7 @@ class Limits:
     drain_timeout_s: Seconds = 20.0
     handover_timeout_s: Seconds = 20.0  # how long a departing node waits for others to cover its layers
     session_idle_s: Interval = 300.0  # a session without a step for so long frees its KV blocks
+    turn_timeout_s: Interval = 300.0  # how long a client's generation waits for others of the same client to end
     max_sessions: Count = 64
     max_sessions_per_peer: Count = 16
     max_connections: Count = 256

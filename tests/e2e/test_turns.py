@@ -17,7 +17,7 @@ from swarm.errors import NodeBusy
 from swarm.testing.memory_network import LinkModel
 
 LINK = LinkModel(delay_s=0.01)
-FEW = replace(LIMITS, max_sessions_per_peer=3, session_idle_s=30.0)
+FEW = replace(LIMITS, max_sessions_per_peer=3, turn_timeout_s=30.0)
 PROMPTS = [[random.Random(i).randrange(2, 131) for _ in range(9)] for i in range(10)]
 
 

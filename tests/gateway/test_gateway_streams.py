@@ -95,7 +95,7 @@ async def test_full_nodes_are_a_wait_and_no_error() -> None:
 
 
 async def test_full_nodes_are_tried_no_longer_than_a_turn_is_waited_for() -> None:
-    limits = Limits(route_timeout_s=0.3, max_sessions_per_peer=1)
+    limits = Limits(route_timeout_s=0.3, max_sessions_per_peer=1, turn_timeout_s=0.5)
     admission = Admission(AdmissionPolicy(timeout_s=0.5))
     async with gateway_swarm(sockets=True, limits=limits, admission=admission) as gateway:
         async with gateway.client.stream([7, 8, 9], max_new_tokens=400, ignore_eos=True) as stream:

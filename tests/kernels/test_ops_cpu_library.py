@@ -13,7 +13,7 @@ import torch
 
 from swarm.errors import KernelError
 from swarm_kernels.ops import dispatch
-from swarm_kernels.ops.cpu import build, cpu_library
+from swarm_kernels.ops.cpu import build, compile, cpu_library
 
 COMPUTE = """
 import os, sys, threading, torch
@@ -114,7 +114,7 @@ def fresh_selection(monkeypatch: pytest.MonkeyPatch, home: Path) -> None:
 
 def test_without_a_compiler_plain_torch_takes_over(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     fresh_selection(monkeypatch, tmp_path)
-    monkeypatch.setattr(build.shutil, "which", lambda name: None)
+    monkeypatch.setattr(compile.shutil, "which", lambda name: None)
     assert dispatch.describe() == "plain torch: no C++ compiler found (g++ or clang++)"
     linear = dispatch.pack_linear(torch.eye(16))
     assert torch.equal(linear(torch.ones(2, 16)), torch.ones(2, 16))
@@ -127,7 +127,7 @@ def test_a_failing_compiler_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     compiler = tmp_path / "g++"
     compiler.write_text("#!/bin/sh\necho 'error: out of ink' >&2\nexit 1\n")
     compiler.chmod(0o755)
-    monkeypatch.setattr(build.shutil, "which", lambda name: str(compiler))
+    monkeypatch.setattr(compile.shutil, "which", lambda name: str(compiler))
     assert "out of ink" in dispatch.describe()
 
 
@@ -155,7 +155,7 @@ def test_one_builds_while_the_others_wait(monkeypatch: pytest.MonkeyPatch, tmp_p
         built.append(target)
         target.write_bytes(b"")
 
-    monkeypatch.setattr(build, "_compile", compile_slowly)
+    monkeypatch.setattr(build, "compile_library", compile_slowly)
     found: list[Path] = []
     workers = [threading.Thread(target=lambda: found.append(build.library())) for _ in range(4)]
     for worker in workers:

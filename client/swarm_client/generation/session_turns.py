@@ -20,7 +20,7 @@ class SessionTurns:
     def __init__(self, limits: Limits, spare: int = 2) -> None:
         """`spare`: sessions that parts leave to others; more of them leave fewer parts in parallel."""
         self.most = limits.max_sessions_per_peer
-        self._patience_s = limits.session_idle_s
+        self._patience_s = limits.turn_timeout_s
         self._turns = asyncio.Semaphore(self.most)
         self.parts = asyncio.Semaphore(max(1, self.most - spare))
 
@@ -31,15 +31,15 @@ class SessionTurns:
 
     @asynccontextmanager
     async def turn(self) -> AsyncGenerator[None, None]:
-        """First come, first served. Raises NodeBusy if no generation ends for so long that nodes would close an idle
-        session: somebody holds streams open without reading them."""
+        """First come, first served. Raises NodeBusy if it does not come in time: perhaps somebody holds streams open
+        without reading them."""
         try:
             async with asyncio.timeout(self._patience_s):
                 await self._turns.acquire()
         except TimeoutError:
             raise NodeBusy(
-                f"this client has {self.most} generations open, the most at once, and none has ended for"
-                f" {self._patience_s:.0f} s; read each stream to its end, or close it"
+                f"this client has {self.most} generations open, the most at once, and this one has waited"
+                f" {self._patience_s:g} s for its turn; read each stream to its end, or close it"
             ) from None
         try:
             yield

@@ -47,7 +47,13 @@ def gateway_of(config: GatewayConfig, swarms: dict[str, GatewayConfig]) -> tuple
         )
         for name in swarms
     ]
-    connect: dict[str, Connect] = {name: partial(SwarmClient, config=settings) for name, settings in swarms.items()}
+    connect: dict[str, Connect] = {
+        name: partial(
+            SwarmClient,
+            config=replace(settings, limits=replace(settings.limits, turn_timeout_s=config.queue_timeout_s)),
+        )
+        for name, settings in swarms.items()
+    }
     return Gateway(models, config, metrics), connect
 
 
