@@ -10,7 +10,9 @@ from collections.abc import Collection, Mapping
 from swarm.types import Chain, PeerId
 from swarm_client.home.local_layers import foreign
 
-RECOVERED: Mapping[str, Mapping[int, float]] = {"smollm2-135m": {0: 1.0, 1: 1.0, 2: 1.0, 4: 1.0, 8: 0.984}}
+RECOVERED: Mapping[str, Mapping[int, float]] = {
+    "smollm2-135m": {0: 1.0, 1: 1.0, 2: 1.0, 4: 1.0, 8: 0.984, 16: 0.964, 30: 0.836}
+}
 """Model -> layers that a state has passed -> the share of tokens that the best of our attacks recovered from it."""
 
 
