@@ -22,9 +22,7 @@ from swarm_client.speculation.drafters.threaded import ThreadedDrafter
 
 logger = logging.getLogger(__name__)
 
-QUIET_S = (
-    1.0  # a client without any answer so long after its start loads the model: who types a question finds it there
-)
+QUIET_S = 1.0  # after the start without any answer: then the model is loaded, for who types a question
 
 
 class LateModel:

@@ -39,7 +39,7 @@ _SECRETS = ("--secret", "--invite")  # read from the environment instead, where 
 
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Only say what would be done.")]
 Everything = Annotated[
-    bool, typer.Option("--all", help="Also models, identities, measurements: all that swarm ever wrote.")
+    bool, typer.Option("--all", help="Also what swarm keeps in its folders: models, kernels, measurements, history.")
 ]
 CpuLimit = Annotated[
     int | None,
@@ -71,7 +71,7 @@ def install(ctx: typer.Context, cpu_limit: CpuLimit = None, dry_run: DryRun = Fa
 
 @app.command()
 def uninstall(everything: Everything = False, dry_run: DryRun = False) -> None:
-    """Stop the service and delete it; with --all also everything else that swarm has written for this user."""
+    """Stop the service and delete it; with --all also what else swarm has written to its folders."""
     with exit_on_error(False):
         from swarm_node.service import footprint
         from swarm_node.service.manager import service_manager
