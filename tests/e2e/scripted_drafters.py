@@ -6,8 +6,11 @@ import math
 import random
 from collections.abc import Sequence
 
+from swarm.types import TappedRows
 from swarm_client.speculation.drafters.acceptance import AcceptanceRates
 from swarm_client.speculation.drafters.base import Candidate, Drafter, TokenPath
+from swarm_client.speculation.drafters.tapped import TappedDrafter
+from swarm_kernels.draft.tapped import TappedDraft
 
 
 class Oracle(Drafter):
@@ -77,3 +80,17 @@ class Noise(Oracle):
         rng = random.Random(f"{self.seed}/{self.known}/{path}")
         tokens = rng.sample(range(self.vocab), rng.randint(0, width))
         return [Candidate(token, -rng.random()) for token in tokens]
+
+
+class Recorded(TappedDrafter):
+    """Keeps the hidden states that came."""
+
+    def __init__(self, head: TappedDraft) -> None:
+        super().__init__(head)
+        self.rows: dict[int, tuple[bytes, ...]] = {}
+        self.times_sent = 0
+
+    def set_taps(self, rows: TappedRows) -> None:
+        self.times_sent += len(rows)
+        self.rows.update(rows)
+        super().set_taps(rows)

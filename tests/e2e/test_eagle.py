@@ -12,12 +12,12 @@ import torch
 import torch.nn.functional as F
 from eagle_reference import random_tensors, save_speculators
 from memory_swarm import cut, memory_swarm
+from scripted_drafters import Recorded
 from tiny_models import ModelTensors, hf_greedy, tiny_model
 from virtual_clock import virtual_time
 
 from swarm.tap_messages import TapRows
 from swarm.testing.memory_network import LinkModel
-from swarm.types import TappedRows
 from swarm_client.speculation.drafters.inline import InlineDrafter
 from swarm_client.speculation.drafters.mixture import MixtureDrafter
 from swarm_client.speculation.drafters.ngram import NgramDrafter
@@ -140,20 +140,6 @@ def test_seeded_tokens_are_the_same_whatever_the_head_says(strategy: str, head: 
         assert drafted.speculation["rows"] > 0
 
     scenario()
-
-
-class Recorded(TappedDrafter):
-    """Keeps what came."""
-
-    def __init__(self, draft: EagleDraft) -> None:
-        super().__init__(draft)
-        self.rows: dict[int, tuple[bytes, ...]] = {}
-        self.times_sent = 0
-
-    def set_taps(self, rows: TappedRows) -> None:
-        self.times_sent += len(rows)
-        self.rows.update(rows)
-        super().set_taps(rows)
 
 
 def rows_come(tmp_path: Path, decoding: str, victim: int | None = None, **settings: Any) -> None:

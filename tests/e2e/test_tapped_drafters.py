@@ -14,11 +14,11 @@ import torch.nn.functional as F
 from dflash_reference import Reference, random_tensors, save_speculators
 from memory_swarm import cut, memory_swarm
 from mtp_reference import Checkpoint
+from scripted_drafters import Recorded
 from tiny_models import ModelTensors, hf_greedy, tiny_model
 from virtual_clock import virtual_time
 
 from swarm.testing.memory_network import LinkModel
-from swarm.types import TappedRows
 from swarm_client.speculation.drafters.inline import InlineDrafter
 from swarm_client.speculation.drafters.mixture import MixtureDrafter
 from swarm_client.speculation.drafters.ngram import NgramDrafter
@@ -193,18 +193,6 @@ def test_seeded_tokens_are_the_same_whatever_the_head_says(
         assert drafted.speculation["rows"] > 0
 
     scenario()
-
-
-class Recorded(TappedDrafter):
-    """Keeps what came."""
-
-    def __init__(self, head: TappedDraft) -> None:
-        super().__init__(head)
-        self.rows: dict[int, tuple[bytes, ...]] = {}
-
-    def set_taps(self, rows: TappedRows) -> None:
-        self.rows.update(rows)
-        super().set_taps(rows)
 
 
 @pytest.mark.parametrize("victim", [0, 1, 2])

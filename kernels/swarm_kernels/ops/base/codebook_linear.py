@@ -19,6 +19,7 @@ import torch
 
 from swarm.errors import KernelError
 from swarm_kernels.ops.base.int8_linear import ACTIVATION_GROUP_SIZE, quantize_rows
+from swarm_kernels.ops.base.layer_weights import OfCodes
 from swarm_kernels.ops.base.matrix import CHUNK_WEIGHTS, Matrix
 
 GROUP_SIZE = 32
@@ -216,23 +217,11 @@ def _quantize_mxfp4(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class CodebookLinear:
+class CodebookLinear(OfCodes):
     """See `layer_weights.Linear`; any device. The compiled kernels give bit-identical results."""
 
     weights: CodedWeights
     bias: torch.Tensor | None  # [N] fp32
-
-    @property
-    def in_features(self) -> int:
-        return self.weights.padded_inputs
-
-    @property
-    def out_features(self) -> int:
-        return self.weights.out_features
-
-    @property
-    def nbytes(self) -> int:
-        return self.weights.nbytes + (0 if self.bias is None else self.bias.nbytes)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         groups, row_scales = quantize_rows(x)

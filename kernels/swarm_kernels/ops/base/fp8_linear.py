@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from swarm_kernels.ops.base.layer_weights import OfCodes
 from swarm_kernels.ops.base.matrix import CHUNK_WEIGHTS
 
 GROUP_SIZE = 128
@@ -76,23 +77,11 @@ def fp8_weights(codes: torch.Tensor, scale: torch.Tensor) -> Fp8Weights | None:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Fp8Linear:
+class Fp8Linear(OfCodes):
     """See `layer_weights.Linear`; any device."""
 
     weights: Fp8Weights
     bias: torch.Tensor | None  # [N] fp32
-
-    @property
-    def in_features(self) -> int:
-        return self.weights.padded_inputs
-
-    @property
-    def out_features(self) -> int:
-        return self.weights.out_features
-
-    @property
-    def nbytes(self) -> int:
-        return self.weights.nbytes + (0 if self.bias is None else self.bias.nbytes)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         rounded, step = x.bfloat16().float(), max(1, CHUNK_WEIGHTS // max(1, self.in_features))

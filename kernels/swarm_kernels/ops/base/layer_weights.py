@@ -52,6 +52,39 @@ class OfMatrix:
         return self.weight.shape[0]
 
 
+class PackedRows(Protocol):
+    """Weights `[out_features, padded_inputs]` in codes, of any format."""
+
+    @property
+    def padded_inputs(self) -> int: ...
+
+    @property
+    def out_features(self) -> int: ...
+
+    @property
+    def nbytes(self) -> int: ...
+
+
+class OfCodes:
+    """A linear layer whose shape and size are those of its codes and its bias."""
+
+    __slots__ = ()
+    weights: PackedRows
+    bias: torch.Tensor | None
+
+    @property
+    def in_features(self) -> int:
+        return self.weights.padded_inputs
+
+    @property
+    def out_features(self) -> int:
+        return self.weights.out_features
+
+    @property
+    def nbytes(self) -> int:
+        return self.weights.nbytes + (0 if self.bias is None else self.bias.nbytes)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class PlainLinear(OfMatrix):
     """torch's own linear in the weight's dtype, whatever the dtype of `x`."""
