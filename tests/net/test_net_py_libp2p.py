@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import gc
 import socket
+import sys
 import time
 from collections.abc import AsyncIterator, Iterator
 
@@ -19,7 +20,7 @@ from swarm.net.base.frame_stream import varint
 from swarm.net.base.transport import Transport
 from swarm.net.dht.directory import DhtDirectory
 from swarm.net.libp2p._hivemind import p2pd_pb2 as pb
-from swarm.net.libp2p.host import ProtocolNotSupported
+from swarm.net.libp2p.host import ProtocolNotSupported, start
 from swarm.net.libp2p.options import HostOptions
 from swarm.net.libp2p.py_host import PyHost
 from swarm.net.security.identity import Identity
@@ -296,3 +297,11 @@ async def test_cancellation_leaks_nothing() -> None:
                     await caller.dial(NOBODY, (address,))
         with pytest.raises(NetworkError):
             await caller.dial(NOBODY, (address,))
+
+
+async def test_without_its_package_the_user_is_told_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.startswith("swarm.net.libp2p.py_") or name == "trio"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "trio", None)  # an import of it raises ModuleNotFoundError
+    with pytest.raises(UsageError, match=r"swarm-llm\[libp2p\]"):
+        await start(Identity.generate(), None, "python")

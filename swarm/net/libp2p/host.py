@@ -14,11 +14,13 @@ from typing import Any, Protocol, Self
 
 from swarm.codec import DEFAULT_LIMITS, FrameLimits
 from swarm.config import Libp2pImpl
-from swarm.errors import PeerUnreachable
+from swarm.errors import PeerUnreachable, UsageError
 from swarm.net.base.frame_stream import FramedStream
 from swarm.net.libp2p.options import HostOptions
 from swarm.net.security.identity import Identity
 from swarm.types import PeerId
+
+_OPTIONAL = ("libp2p", "trio")  # packages that the extra of `--libp2p python` brings
 
 
 class ProtocolNotSupported(PeerUnreachable):
@@ -97,11 +99,16 @@ class Libp2pHost(Protocol):
 
 
 async def start(identity: Identity, options: HostOptions | None, libp2p_impl: Libp2pImpl) -> Libp2pHost:
-    """Start the host of that kind. Raises as `Libp2pHost.start`.
+    """Start the host of that kind. Raises as `Libp2pHost.start`; UsageError if its package is not installed.
 
     Importing either takes seconds, so it is done in a thread, while the event loop runs on.
     """
     name, kind = ("py_host", "PyHost") if libp2p_impl == "python" else ("go_daemon", "GoDaemonHost")
-    module = await asyncio.to_thread(importlib.import_module, f"swarm.net.libp2p.{name}")
+    try:
+        module = await asyncio.to_thread(importlib.import_module, f"swarm.net.libp2p.{name}")
+    except ModuleNotFoundError as error:
+        if libp2p_impl != "python" or error.name not in _OPTIONAL:
+            raise
+        raise UsageError("--libp2p python needs py-libp2p: pip install 'swarm-llm[libp2p]'") from error
     made: type[Libp2pHost] = getattr(module, kind)
     return await made.start(identity, options)
