@@ -25,8 +25,11 @@ from swarm import old_names
 from swarm.errors import UsageError
 
 DEFAULT_MODEL = "smollm2-135m"
-Transports = Literal["auto", "libp2p"]
+NodeTransports = Literal["auto", "libp2p"]
 """The transport of frames: direct TLS connections where they work and libp2p elsewhere, or libp2p alone."""
+Transports = Literal["auto", "libp2p", "direct"]
+"""As of a node, or direct TLS connections alone, without a libp2p host and the DHT: records come from nodes. For clients,
+whose `auto` chooses that where hivemind is not installed or all `peers` are addresses of direct connections."""
 Libp2pImpl = Literal["go", "python"]
 """The libp2p implementation: hivemind's p2p daemon, a Go program, or py-libp2p in a thread."""
 Audits = Literal["auto", "wait", "off"]
@@ -86,7 +89,7 @@ class NodeConfig:
     model_fraction: Fraction = Fraction(1)  # at most, and of the memory: several nodes on one machine
     threads: Count | None = None  # None: calibrated
     json: bool = False
-    transport: Transports = "auto"
+    transport: NodeTransports = "auto"
     libp2p_impl: Libp2pImpl = field(default="go", metadata={"flag": "libp2p"})
     direct_port: Port = 0  # for direct connections; 0: any
     relay_server: bool = False  # relay connections of peers that cannot be dialed

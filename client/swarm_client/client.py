@@ -49,7 +49,7 @@ from swarm_client.generation.stop_strings import StopStrings
 from swarm_client.generation.text_stream import TextStream
 from swarm_client.home.ends import HomeEnds, hold_ends
 from swarm_client.home.trusted_ends import TrustedEnds
-from swarm_client.network.connection import ClientNetwork, connect_as, host_options
+from swarm_client.network.connection import ClientNetwork, check_peers, connect_as
 from swarm_client.outline.outliner import SkeletonDecoder
 from swarm_client.outline.templates import BUILT_IN, load_templates
 from swarm_client.routing.conversations import Conversations
@@ -60,7 +60,7 @@ from swarm_client.routing.router import ChainRouter
 from swarm_client.speculation.controller import AsyncDrafter, ClientSpeculation, DraftingStats
 from swarm_client.speculation.drafter_factory import DrafterFactory
 from swarm_client.trust.peer_memory import PeerMemory, memory_file
-from swarm_kernels.device.device import release_free_memory
+from swarm_kernels.device.allocator import release_free_memory
 from swarm_kernels.models.open import ModelSource, open_model
 from swarm_kernels.sampling.grammar import GrammarCompiler
 from swarm_kernels.tokenizer.tokenizer import ChatTokenizer, load_tokenizer
@@ -122,7 +122,7 @@ class SwarmClient:
         async with AsyncExitStack() as stack:
             network, source = self._given_network, self._given_source
             if network is None:
-                host_options(self.config)  # before a model is opened
+                check_peers(self.config)  # before a model is opened
             if source is None:
                 source = await asyncio.to_thread(open_model, self.config.model)
                 stack.callback(source.close)

@@ -44,10 +44,10 @@ async def test_a_stale_address_is_enough_for_a_client_that_was_there_before(
         record, until = records.encode(profile, MODEL, LAYERS, 30.0, node.sign)
         await directory.publish(record, MODEL, until)
         with pytest.raises(PeerUnreachable):
-            async with connect(HostOptions(peers=gone), Limits(), model=MODEL):
+            async with connect(gone, Limits(), model=MODEL):
                 raise AssertionError("nobody is there")
         RecordFile.of(state_dir() / "records", MODEL, gone).save([(record, time.time())])
-        async with connect(HostOptions(peers=gone), Limits(), model=MODEL) as network:
+        async with connect(gone, Limits(), model=MODEL) as network:
             reader = network.record_reader(MODEL, LAYERS)
             assert [found.peer for found in (await reader.snapshot()).nodes] == [node.peer]
             await reader.close()

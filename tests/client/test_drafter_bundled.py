@@ -10,7 +10,7 @@ import pytest
 
 from swarm_client.speculation.drafters.bundled import find_bundled
 from swarm_client.speculation.drafters.model import ModelDrafter
-from swarm_kernels.draft.file import read_card
+from swarm_kernels.draft.card import read_card
 from swarm_kernels.draft.models import open_draft
 from swarm_kernels.models.open import open_model
 from swarm_kernels.tokenizer.tokenizer import load_tokenizer

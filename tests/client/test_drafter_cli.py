@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from swarm_kernels.draft.file import DraftMetadata
+from swarm_kernels.draft.card import DraftMetadata
 from swarm_kernels.models import open
 from swarm_training.cli import app
 from swarm_training.distill import run

@@ -17,7 +17,8 @@ from model_files import SIZES, tiny_model
 from safetensors.torch import save_file
 
 from swarm.errors import CorruptModel, ModelError, UnsupportedModel
-from swarm_kernels.draft.file import DraftMetadata, DraftWeights, read_card
+from swarm_kernels.draft.card import DraftMetadata, read_card
+from swarm_kernels.draft.file import DraftWeights
 from swarm_kernels.draft.medusa import MedusaHeads
 from swarm_kernels.models.config import RopeConfig
 from swarm_kernels.models.gguf import GgufSource

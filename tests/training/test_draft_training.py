@@ -13,7 +13,8 @@ from safetensors.torch import save_file
 from tiny_models import ModelTensors, tiny_model
 
 from swarm.errors import CorruptModel, DrafterFailed, ModelNotFound, UsageError
-from swarm_kernels.draft.file import DraftMetadata, DraftWeights, read_card
+from swarm_kernels.draft.card import DraftMetadata, read_card
+from swarm_kernels.draft.file import DraftWeights
 from swarm_kernels.draft.models import TrainedDraft
 from swarm_kernels.draft.session import DraftSession
 from swarm_training.distill.corpus import Corpus

@@ -15,7 +15,8 @@ from tiny_models import ModelTensors, tiny_model
 
 from swarm.errors import CorruptModel, DrafterFailed, Infeasible, ModelNotFound, UnsupportedModel
 from swarm.types import LayerSpan
-from swarm_kernels.draft.file import DraftWeights, read_card
+from swarm_kernels.draft.card import read_card
+from swarm_kernels.draft.file import DraftWeights
 from swarm_kernels.draft.medusa import MedusaHeads
 from swarm_kernels.draft.models import TrainedDraft
 from swarm_kernels.kvcache.cache import StepRequest

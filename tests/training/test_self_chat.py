@@ -13,7 +13,8 @@ from tiny_models import ModelTensors, tiny_model
 
 from swarm.errors import CorruptModel, Infeasible, UnsupportedModel
 from swarm.types import LayerSpan
-from swarm_kernels.draft.file import DraftWeights, read_card
+from swarm_kernels.draft.card import read_card
+from swarm_kernels.draft.file import DraftWeights
 from swarm_kernels.kvcache.cache import StepRequest
 from swarm_kernels.runtime.load import load_span
 from swarm_kernels.runtime.span import Span

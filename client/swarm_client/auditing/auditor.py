@@ -48,7 +48,7 @@ from swarm_client.session.inference_session import InferenceSession
 from swarm_client.session.session_messages import SessionSpec
 from swarm_client.trust.failures import AuditFailed
 from swarm_kernels.audit.row_distance import wire_distance
-from swarm_kernels.device.device import parse_dtype, state_dtype
+from swarm_kernels.audit.wire_rows import row_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -277,10 +277,8 @@ class Auditor:
         return AuditResult(liars=liars, position=position, reason=why, evidence=evidence)
 
     def _compare(self, one: _Run, other: _Run, answer: _Answer) -> list[Comparison]:
-        dtype = state_dtype(parse_dtype(answer.spec.dtype))
-
         def distance(a: bytes, b: bytes) -> float:
-            return wire_distance(a, b, dtype)
+            return wire_distance(a, b, answer.spec.dtype)
 
         drafted = answer.drafted and not (one.replayed and other.replayed)
         home = self.home.layers if self.home is not None else None
@@ -317,13 +315,13 @@ class Auditor:
 
     async def _report(self, session: InferenceSession, answer: _Answer) -> _Run:
         """Raises HopFailed, also for a report that cannot be right."""
-        row_bytes = self.hidden_size * state_dtype(parse_dtype(answer.spec.dtype)).itemsize
+        size = row_bytes(self.hidden_size, answer.spec.dtype)
         signed: list[SignedReport] = []
         reports: list[HopReport] = []
         for hop, reply in zip(session.chain.hops, await session.audit(answer.positions), strict=True):
             try:
                 signed.append(signed_report(hop, reply, answer.positions))
-                reports.append(hop_report(signed[-1], row_bytes, answer.text))
+                reports.append(hop_report(signed[-1], size, answer.text))
             except ProtocolError as error:
                 raise session.mark_failed(hop.peer, error) from None
         others = tuple(one for one in signed if not is_home(one.peer))

@@ -9,20 +9,20 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import msgspec
-import torch
+import numpy as np
 
 from swarm.codec import Buffer
 from swarm.errors import ProtocolError
 from swarm.messages import Step
-from swarm_kernels.runtime.hidden_codec import from_wire
+from swarm_kernels.audit.wire_rows import rows_from_wire
 
 
 @dataclass(slots=True)
 class HomeEdges:
-    """`hidden_size` and `dtype`: of a row of hidden states on the wire."""
+    """`hidden_size`: of a row of hidden states on the wire. `dtype`: that the nodes compute in."""
 
     hidden_size: int
-    dtype: torch.dtype
+    dtype: str
     replayed: int = 0  # tokens whose rows a new last hop is sent again
     _sent: dict[tuple[int, int], Step] = field(default_factory=dict)  # by epoch and number, without a result yet
 
@@ -46,7 +46,7 @@ class HomeEdges:
             if not self._is_replay(step):
                 return None
             own = msgspec.structs.replace(step, tokens=[], forward_tokens=False)
-        if not from_wire(body, own.rows, self.hidden_size, self.dtype).isfinite().all():
+        if not np.isfinite(rows_from_wire(body, own.rows, self.hidden_size, self.dtype)).all():
             raise ProtocolError("hidden states that are no numbers")
         tokens = own.tokens if own.forward_tokens else []
         return msgspec.structs.replace(own, tokens=tokens, trace=step.trace, active_sessions=step.active_sessions)

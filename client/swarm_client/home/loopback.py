@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from swarm.codec import Buffer
 from swarm.config import Limits
@@ -16,8 +17,10 @@ from swarm.messages import AnyMessage
 from swarm.net.pool.violations import ProtocolViolations
 from swarm.types import PeerId
 from swarm_client.network.session_demux import SessionDemux
-from swarm_hop.serving.session import PeerChannel
-from swarm_hop.serving.session_server import SessionServer
+
+if TYPE_CHECKING:  # a client without layers at home serves no session
+    from swarm_hop.serving.session import PeerChannel
+    from swarm_hop.serving.session_server import SessionServer
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -11,14 +11,11 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
-
 from swarm.config import ClientConfig
 from swarm.errors import UsageError
 from swarm.types import PeerId
 from swarm_client.home.local_layers import NONE
 from swarm_client.home.loopback import HomeLink
-from swarm_kernels.device.device import parse_dtype, state_dtype
 
 _PEER_ID = re.compile(r"[1-9A-HJ-NP-Za-km-z]{32,64}")  # base58
 
@@ -39,10 +36,6 @@ class TrustedEnds:
     def hold(self, chain: Sequence[PeerId]) -> bool:
         """Whether strangers stand between a first and a last hop that are trusted."""
         return {chain[0], chain[-1]} <= self.peers and not self.peers.issuperset(chain)
-
-    def states(self, dtype: str) -> torch.dtype:
-        """Of hidden states on the wire where nodes compute in `dtype`."""
-        return state_dtype(parse_dtype(dtype))
 
 
 def trusted_ends(config: ClientConfig, client: PeerId, hidden_size: int) -> TrustedEnds | None:

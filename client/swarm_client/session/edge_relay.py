@@ -32,7 +32,7 @@ class EdgeRelay:
 
     def __post_init__(self) -> None:
         ends = self.ends
-        self._edges = HomeEdges(ends.hidden_size, ends.states(self.dtype)) if ends is not None else None
+        self._edges = HomeEdges(ends.hidden_size, self.dtype) if ends is not None else None
 
     @property
     def links(self) -> Mapping[PeerId, HomeLink]:

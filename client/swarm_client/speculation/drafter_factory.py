@@ -8,6 +8,7 @@ with the target's vocabulary) or the Medusa heads of the tail.
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import logging
 from collections.abc import Callable
 from concurrent.futures import Executor
@@ -35,6 +36,7 @@ if TYPE_CHECKING:  # a client that drafts with no model loads none
 
 logger = logging.getLogger(__name__)
 
+HAS_TORCH = importlib.util.find_spec("torch") is not None
 AUTO = "auto"  # the best of what is at hand
 MEDUSA = "medusa"  # the Medusa heads of the tail
 NGRAM = "ngram"  # no draft model
@@ -71,6 +73,8 @@ class DrafterFactory:
         """
         if drafter == MEDUSA:
             return cls(MedusaDrafter, medusa=True)
+        if not HAS_TORCH and drafter != NGRAM:
+            return cls._without_torch(drafter)
         if drafter == AUTO:
             return await asyncio.to_thread(cls._choose, target)
         try:
@@ -82,6 +86,16 @@ class DrafterFactory:
         except (DrafterFailed, ModelError) as error:
             logger.warning("drafting with n-grams alone: %s", error)
             return cls()
+
+    @classmethod
+    def _without_torch(cls, drafter: str) -> DrafterFactory:
+        """With the heads of the tail for AUTO, which needs nothing here; else with n-grams alone."""
+        why = "a draft model on this machine needs torch: pip install swarm-llm"
+        if drafter == AUTO:
+            return cls(MedusaDrafter, explain_choice(DrafterOffer(DrafterKind.MEDUSA), [why]), medusa=True)
+        if drafter != BUNDLED:
+            logger.warning("drafting with n-grams alone: %s", why)
+        return cls()
 
     @classmethod
     def _choose(cls, target: ModelSource) -> DrafterFactory:

@@ -14,7 +14,8 @@ from pathlib import Path
 import torch
 
 from swarm.errors import Infeasible, UnsupportedModel, UsageError
-from swarm_kernels.draft.file import DraftMetadata, DraftWeights
+from swarm_kernels.draft.card import DraftMetadata
+from swarm_kernels.draft.file import DraftWeights
 from swarm_kernels.models.source import ModelSource
 from swarm_kernels.tokenizer.tokenizer import load_tokenizer
 from swarm_training.distill.corpus import Corpus, RecordedChat

@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from swarm_kernels.draft.file import FINAL_NORM, DraftMetadata, layer_tensors
+from swarm_kernels.draft.card import DraftMetadata
+from swarm_kernels.draft.file import FINAL_NORM, layer_tensors
 from swarm_kernels.models.config import ModelConfig
 from swarm_kernels.models.source import ModelSource
 from swarm_kernels.runtime.rope import RopeTable

@@ -9,19 +9,19 @@ from __future__ import annotations
 import math
 
 import numpy as np
-import torch
+import numpy.typing as npt
 
-from swarm_kernels.runtime.hidden_codec import from_wire
+from swarm_kernels.audit.wire_rows import row_bytes, rows_from_wire
 
 OUTLIERS = 0.02
 """Of a row's elements, the largest do not count: a few channels of massive activations (Sun et al., arXiv 2402.17762)
 hold nearly all of a row's norm and would hide the others."""
 
 
-def row_distance(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+def row_distance(ours: npt.NDArray[np.float32], theirs: npt.NDArray[np.float32]) -> float:
     """`[hidden]` twice -> |a - b| over the smaller of their norms, over all elements but those that are largest in
     either. Symmetric. Infinite for rows that are not finite or of unlike length."""
-    a, b = (row.float().numpy().astype(np.float64) for row in (ours, theirs))
+    a, b = ours.astype(np.float64), theirs.astype(np.float64)
     if a.shape != b.shape or not (np.isfinite(a).all() and np.isfinite(b).all()):
         return math.inf
     size = np.maximum(np.abs(a), np.abs(b))
@@ -30,9 +30,9 @@ def row_distance(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     return difference / float(norm) if norm > 0 else (math.inf if difference > 0 else 0.0)
 
 
-def wire_distance(ours: bytes, theirs: bytes, dtype: torch.dtype) -> float:
-    """`row_distance` of two rows as they cross the wire, in `dtype`."""
+def wire_distance(ours: bytes, theirs: bytes, dtype: str) -> float:
+    """`row_distance` of two rows as they cross the wire, of nodes that compute in `dtype`."""
     if len(ours) != len(theirs):
         return math.inf
-    a, b = (from_wire(row, 1, len(row) // dtype.itemsize, dtype)[0] for row in (ours, theirs))
+    a, b = (rows_from_wire(row, 1, len(row) // row_bytes(1, dtype), dtype)[0] for row in (ours, theirs))
     return row_distance(a, b)

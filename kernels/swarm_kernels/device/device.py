@@ -5,8 +5,6 @@ Owns the names of dtypes on the wire and on command lines. Models are not known 
 
 from __future__ import annotations
 
-import ctypes
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -128,16 +126,6 @@ def _cgroup_available() -> int | None:
         cache = next((int(line.split()[1]) for line in stat.splitlines() if line.startswith(f"{stat_key} ")), 0)
         return max(0, int(limit) - usage + cache)
     return None
-
-
-def release_free_memory() -> None:
-    """Return freed memory to the system (`malloc_trim`); glibc keeps what each thread freed in its arena.
-
-    Reading and packing a model leaves hundreds of megabytes there. Does nothing where the C library has no such call
-    (musl, macOS, Windows).
-    """
-    if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
-        trim(0)
 
 
 def physical_cores() -> int:

@@ -10,44 +10,20 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
 
-import msgspec
 import torch
-from msgspec import Meta
 from safetensors.torch import save_file
 
-from swarm.errors import UNDECODABLE, CorruptModel, ModelError, ModelNotFound
-from swarm_kernels.models.safetensors import read_header, read_metadata, read_tensor
+from swarm.errors import CorruptModel
+from swarm_kernels.draft.card import FORMAT, DraftMetadata, read_card
+from swarm_kernels.models.safetensors import read_header, read_tensor
 from swarm_kernels.models.source import ModelFile, ModelSource
 
 FINAL_NORM = "model.norm.weight"
 _VOCABULARY = "draft.vocabulary"
 _SCALE = ".scale"
-_FORMAT = "swarm-draft-1"
-
-
-_MAX_CARD = 1 << 16  # characters
-_Name = Annotated[str, Meta(max_length=256)]
-_Layers = Annotated[int, Meta(ge=0, le=4096)]
-_Tokens = Annotated[int, Meta(ge=0, le=1 << 53)]
-
-
-@dataclass(frozen=True, slots=True)
-class DraftMetadata:
-    """What the file holds and how well it did when it was made. `evaluation`: metrics by name, on held-out chats."""
-
-    model: _Name
-    weight_hash: _Name  # of the target
-    base: _Layers  # first layers of the target that it uses unchanged
-    layers: _Layers  # own layers after those
-    heads: _Layers = 0  # own Medusa heads after those
-    trained_tokens: _Tokens = 0
-    seen_tokens: _Tokens = 0  # with repetition
-    date: _Name = ""
-    evaluation: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -70,7 +46,7 @@ class DraftWeights:
             else:
                 stored[name] = tensor.to(torch.float32 if tensor.dim() == 1 else torch.bfloat16).contiguous()
         part = path.with_name(path.name + ".part")
-        save_file(stored, part, {"format": _FORMAT, "card": json.dumps(asdict(self.card))})
+        save_file(stored, part, {"format": FORMAT, "card": json.dumps(asdict(self.card))})
         part.replace(path)
 
     @classmethod
@@ -90,36 +66,6 @@ class DraftWeights:
                     raise CorruptModel(f"{path}: the scale of '{name[:80]}' does not fit it; train it again")
                 tensors[name] = tensor.float() if scale is None else tensor.float() * scale
         return cls(card, tensors, vocabulary.long())
-
-
-def is_draft(path: Path) -> bool:
-    """Whether the file has this format."""
-    try:
-        return _metadata(path).get("format") == _FORMAT
-    except ModelError:
-        return False
-
-
-def read_card(path: Path) -> DraftMetadata:
-    """Raises ModelNotFound, CorruptModel."""
-    if not path.is_file():
-        raise ModelNotFound(f"there is no draft at {path}; make one with 'swarm-draft train'")
-    metadata = _metadata(path)
-    if metadata.get("format") != _FORMAT:
-        raise CorruptModel(f"{path} is no draft of this version; train it again with 'swarm-draft train'")
-    card = metadata.get("card", "")
-    try:
-        return msgspec.json.decode(card if len(card) <= _MAX_CARD else "", type=DraftMetadata)
-    except UNDECODABLE:
-        raise CorruptModel(f"{path} is not the file of a draft; train it again with 'swarm-draft train'") from None
-
-
-def _metadata(path: Path) -> dict[str, str]:
-    with closing(ModelFile(path)) as file:
-        try:
-            return read_metadata(file)
-        except CorruptModel:
-            raise CorruptModel(f"{path} is not the file of a draft; train it again with 'swarm-draft train'") from None
 
 
 def _is_vocabulary(ids: torch.Tensor) -> bool:

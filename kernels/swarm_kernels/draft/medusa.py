@@ -22,7 +22,8 @@ import torch
 import torch.nn.functional as F
 
 from swarm.errors import CorruptModel, ModelNotFound, UnsupportedModel
-from swarm_kernels.draft.file import DraftWeights, is_draft, read_card
+from swarm_kernels.draft.card import is_draft, read_card
+from swarm_kernels.draft.file import DraftWeights
 from swarm_kernels.draft.models import top_tokens
 from swarm_kernels.models.config import ModelConfig
 from swarm_kernels.models.safetensors import read_header, read_tensor

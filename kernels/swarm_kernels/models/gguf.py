@@ -1,30 +1,33 @@
 """Weights from a GGUF file, or from its parts, under Hugging Face names.
 
-Owns the reading of what `gguf_types` says a tensor is made of, and the rows that llama.cpp orders otherwise.
+Owns the reading of what `gguf_types` says a tensor is made of, and the rows that llama.cpp orders otherwise. Tensors
+are made of it by `gguf_types.tensors`.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
+from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from swarm.errors import CorruptModel
-from swarm_kernels.device.device import CODES4
 from swarm_kernels.models.gguf_config import gguf_model_config
-from swarm_kernels.models.gguf_dequant import dequantize, dequantized_dtype, native_format
-from swarm_kernels.models.gguf_four_bits import GGUF_FOUR_BITS, four_bits_from_gguf
 from swarm_kernels.models.gguf_parts import GgufParts, LocatedTensor, unsplit_name
 from swarm_kernels.models.gguf_types.rope import FREQS, LONG, SHORT
 from swarm_kernels.models.gguf_types.views import Slice, View
 from swarm_kernels.models.source import LocalFiles, ModelFile, fingerprint
 from swarm_kernels.models.tensor_shapes import check_shapes
-from swarm_kernels.ops.base.matrix import Matrix, ReadByParts
-from swarm_kernels.ops.base.stored_weights import StoredWeights, stacked
+
+if TYPE_CHECKING:
+    import torch
+
+    from swarm_kernels.models.gguf_types.tensors import GgufTensors
+    from swarm_kernels.ops.base.matrix import Matrix
+    from swarm_kernels.ops.base.stored_weights import StoredWeights
 
 _MAX_FACTORS = 1 << 12  # one for each pair of a head's dimensions
 
@@ -67,44 +70,26 @@ class GgufSource(LocalFiles):
         return self._find(hf_name).shape
 
     def nbytes(self, hf_name: str) -> int:
-        view = self._find(hf_name)
-        return math.prod(view.shape) * self._dtype(view).itemsize
+        return self._tensors.nbytes(self._find(hf_name))
 
     def tensor(self, hf_name: str) -> torch.Tensor:
-        view = self._find(hf_name)
-        parts = (self._dequantized(part) for part in view.slices)
-        return view.make(parts) if view.make else next(parts)
+        return self._tensors.tensor(self._find(hf_name))
 
     def sliced(self, hf_name: str) -> Matrix:
-        view = self._find(hf_name)
-        shape, dtype, experts = torch.Size(view.shape), self._dtype(view), view.experts
-        if experts is not None:
-
-            def read_experts(start: int, stop: int) -> torch.Tensor:
-                slices = view.expert_slices(start, stop)
-                return experts.stack(map(self._dequantized, slices), stop - start)
-
-            return ReadByParts(shape, dtype, read_experts)
-        part = view.slices[0]
-        if not view.is_stored or part.heads or len(shape) < 2:
-            return self.tensor(hf_name)
-        return ReadByParts(shape, dtype, lambda start, stop: self._dequantized(part.rows(start, stop)))
+        return self._tensors.sliced(self._find(hf_name))
 
     def native(self, hf_name: str) -> torch.dtype:
-        view = self._find(hf_name)
-        found = native_format(self._located(view.slices[0]).entry.ggml_type)
-        return torch.int8 if found == CODES4 and not (view.is_stored or view.experts) else found
+        return self._tensors.native(self._find(hf_name))
 
     def as_stored(self, hf_name: str, expert: int | None = None) -> StoredWeights | None:
-        view = self._find(hf_name)
-        if (expert is not None) != (view.experts is not None) or not (view.is_stored or view.experts):
-            return None
-        slices = view.slices if expert is None else view.expert_slices(expert, expert + 1)
-        parts = [self._four_bits(part) for part in slices]
-        found = stacked([part for part in parts if part is not None]) if None not in parts else None
-        if found is None or view.experts is None or view.experts.order is None:
-            return found
-        return found.rows(view.experts.order())
+        return self._tensors.as_stored(self._find(hf_name), expert)
+
+    @cached_property
+    def _tensors(self) -> GgufTensors:
+        """Imported when the first tensor is asked for: a client reads headers alone, and may have no torch."""
+        from swarm_kernels.models.gguf_types.tensors import GgufTensors
+
+        return GgufTensors(self._parts.tensors, self._stored)
 
     def close(self) -> None:
         self._parts.close()
@@ -117,20 +102,6 @@ class GgufSource(LocalFiles):
 
     def _located(self, part: Slice) -> LocatedTensor:
         return self._parts.tensors[part.tensor]
-
-    def _dtype(self, view: View) -> torch.dtype:
-        """Of the tensor."""
-        dtypes = {dequantized_dtype(self._located(part).entry.ggml_type) for part in view.slices}
-        return dtypes.pop() if len(dtypes) == 1 else torch.float32
-
-    def _four_bits(self, part: Slice) -> StoredWeights | None:
-        entry = self._located(part).entry
-        if entry.dtype not in GGUF_FOUR_BITS:
-            return None
-        return four_bits_from_gguf(self._stored(part), entry.ggml_type, part.shape)
-
-    def _dequantized(self, part: Slice) -> torch.Tensor:
-        return dequantize(self._stored(part), self._located(part).entry.ggml_type, part.shape)
 
     def _stored(self, part: Slice) -> npt.NDArray[np.uint8]:
         """Its bytes, in Hugging Face's order of rows."""

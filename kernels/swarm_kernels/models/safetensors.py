@@ -7,6 +7,7 @@ The library's `safe_open` is not used: it maps the file into memory, and a file 
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 import struct
@@ -14,32 +15,39 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
-import torch
 from msgspec import Meta
 
 from swarm.errors import UNDECODABLE, CorruptModel, ModelNotFound, UnsupportedModel
 from swarm_kernels.models.config import ModelConfig
 from swarm_kernels.models.hf_config import model_config
-from swarm_kernels.models.quantized.checkpoint import parts_of, small_tensors, unpacked_table
-from swarm_kernels.models.quantized.packed_tensor import PackedTensor
 from swarm_kernels.models.quantized.schemes import scheme_of
 from swarm_kernels.models.source import LocalFiles, ModelFile, WeightFile, fingerprint, fingerprint_sample
 from swarm_kernels.models.tensor_shapes import check_shapes
-from swarm_kernels.ops.base.matrix import Matrix, ReadByParts
-from swarm_kernels.ops.base.stored_weights import StoredWeights
 
-_DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
-    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
-    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
+if TYPE_CHECKING:  # imported where a tensor is made: a client reads headers alone, and may have no torch
+    import torch
+
+    from swarm_kernels.models.quantized.packed_tensor import PackedTensor
+    from swarm_kernels.ops.base.matrix import Matrix
+    from swarm_kernels.ops.base.stored_weights import StoredWeights
+
+HAS_TORCH = importlib.util.find_spec("torch") is not None
+
+_TORCH_NAMES = {
+    "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "I32": "int32",
+    "I16": "int16", "I8": "int8", "U8": "uint8", "BOOL": "bool", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2",
+    "F8_E8M0": "float8_e8m0fnu",
 }  # fmt: skip
 _READ_BY_PARTS = frozenset({"F32", "F16", "BF16"})
-_SIZES = {**{name: dtype.itemsize for name, dtype in _DTYPES.items()}, "U16": 2, "U32": 4, "U64": 8}
+_SIZES = {
+    "F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2, "I8": 1,
+    "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1,
+}  # fmt: skip
 MAX_HEADER = 1 << 24  # bytes, of some 100,000 tensors; one file of the largest models has a hundredth of it
 _MAX_JSON = 1 << 22  # bytes of a file that is read whole: each may become 25 in memory
 _MAX_INDEX = 1 << 26  # of one that holds nothing but names; those of a trillion parameters have 20 MB
@@ -110,10 +118,11 @@ class SafetensorsSource(LocalFiles):
             self.config: ModelConfig = model_config(
                 config,
                 read_json(folder / "generation_config.json", required=False),
-                has_head=self.has("lm_head.weight"),
+                has_head=any(name.startswith("lm_head.") for name in self._tensors),
                 where=str(folder / "config.json"),
             )
-            check_shapes(self.config, self._weights, str(folder))
+            if self._weights or HAS_TORCH:
+                check_shapes(self.config, self._weights, str(folder))
             self._before_starts(fingerprint_sample(self._tensors))
             self.weight_hash = fingerprint(
                 self.config,
@@ -138,32 +147,36 @@ class SafetensorsSource(LocalFiles):
 
     def tensor(self, hf_name: str) -> torch.Tensor:
         found = self._find(hf_name)
-        if isinstance(found, PackedTensor):
+        if not isinstance(found, StoredTensor):
             return found.unpack(self._parts(found))
         if found.dtype.startswith("F8_"):  # with scales it would be packed; without them it means other numbers
             raise UnsupportedModel(f"{self.path}: '{hf_name}' is {found.dtype} and the config names no scales")
         return read_tensor(found, hf_name)
 
     def sliced(self, hf_name: str) -> Matrix:
+        import torch
+
+        from swarm_kernels.ops.base.matrix import ReadByParts
+
         found = self._find(hf_name)
-        if isinstance(found, PackedTensor):
+        if not isinstance(found, StoredTensor):
             if not found.stacked:
                 return self.tensor(hf_name)
             return ReadByParts(torch.Size(found.shape), found.dtype, partial(self._unpacked_part, found))
         if not found.shape or not found.nbytes or found.dtype not in _READ_BY_PARTS:
             return self.tensor(hf_name)
-        dtype = _DTYPES[found.dtype]
+        dtype = _torch_dtype(found.dtype)
         return ReadByParts(
             torch.Size(found.shape), dtype, lambda start, stop: read_tensor(found.part(start, stop), hf_name)
         )
 
     def native(self, hf_name: str) -> torch.dtype:
         found = self._find(hf_name)
-        return found.native if isinstance(found, PackedTensor) else torch.bfloat16
+        return _torch_dtype("BF16") if isinstance(found, StoredTensor) else found.native
 
     def as_stored(self, hf_name: str, expert: int | None = None) -> StoredWeights | None:
         found = self._find(hf_name)
-        if not isinstance(found, PackedTensor) or found.as_stored is None or found.stacked != (expert is not None):
+        if isinstance(found, StoredTensor) or found.as_stored is None or found.stacked != (expert is not None):
             return None
         if expert is None:
             return found.as_stored(self._parts(found))
@@ -172,7 +185,7 @@ class SafetensorsSource(LocalFiles):
     def stored(self, hf_name: str) -> list[StoredTensor]:
         """Where a tensor lies: in several places if it is packed. Raises CorruptModel."""
         found = self._find(hf_name)
-        return [self._tensors[part] for part in found.parts.values()] if isinstance(found, PackedTensor) else [found]
+        return [found] if isinstance(found, StoredTensor) else [self._tensors[part] for part in found.parts.values()]
 
     def close(self) -> None:
         for file in self.files:
@@ -186,11 +199,16 @@ class SafetensorsSource(LocalFiles):
         return self._tensors[name].file.read(self._tensors[name].offset, length)
 
     def _unpacked(self, quantization: Any) -> dict[str, StoredTensor | PackedTensor]:
-        """The weights by their plain names. `quantization`: the config's `quantization_config`, if it has one."""
+        """The weights by their plain names; none where they are quantized and there is no torch to unpack them with, as
+        with clients. `quantization`: the config's `quantization_config`, if it has one."""
         where = str(self.path)
         if not isinstance(quantization, dict):
             return dict(self._tensors)
         scheme = scheme_of(quantization, str(self.path / "config.json"))
+        if not HAS_TORCH:
+            return {}
+        from swarm_kernels.models.quantized.checkpoint import parts_of, small_tensors, unpacked_table
+
         self._before_starts(small_tensors(self._tensors))
         packed = unpacked_table(scheme, self._tensors, self._small, where)
         hidden = parts_of(scheme, self._tensors, packed)
@@ -198,8 +216,10 @@ class SafetensorsSource(LocalFiles):
 
     def _small(self, name: str) -> torch.Tensor:
         """One of `small_tensors`."""
+        import torch
+
         stored = self._tensors[name]
-        return torch.from_numpy(self._start(name, stored.nbytes).copy()).view(_DTYPES[stored.dtype])
+        return torch.from_numpy(self._start(name, stored.nbytes).copy()).view(_torch_dtype(stored.dtype))
 
     def _parts(self, packed: PackedTensor, of: tuple[int, int] | None = None) -> dict[str, torch.Tensor]:
         """`of`: from and to which number of their first dimension."""
@@ -338,12 +358,21 @@ def read_header(file: WeightFile) -> dict[str, StoredTensor]:
 
 def read_tensor(stored: StoredTensor, name: str) -> torch.Tensor:
     """Raises CorruptModel, UnsupportedModel."""
-    if stored.dtype not in _DTYPES:
+    import torch
+
+    if stored.dtype not in _TORCH_NAMES:
         raise UnsupportedModel(f"{stored.file.path}: '{name}' is stored as {stored.dtype}, which is not read")
     if not stored.nbytes:
-        return torch.empty(stored.shape, dtype=_DTYPES[stored.dtype])
+        return torch.empty(stored.shape, dtype=_torch_dtype(stored.dtype))
     data = torch.from_numpy(stored.file.read(stored.offset, stored.nbytes))
-    return data.view(_DTYPES[stored.dtype]).reshape(stored.shape)
+    return data.view(_torch_dtype(stored.dtype)).reshape(stored.shape)
+
+
+def _torch_dtype(name: str) -> torch.dtype:
+    import torch
+
+    found: torch.dtype = getattr(torch, _TORCH_NAMES[name])
+    return found
 
 
 def _header_json(file: WeightFile) -> bytes:

@@ -16,16 +16,19 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from swarm.errors import CorruptModel, ModelNotFound
 from swarm_kernels.models.config import ModelConfig
-from swarm_kernels.ops.base.matrix import Matrix
-from swarm_kernels.ops.base.stored_weights import StoredWeights
+
+if TYPE_CHECKING:  # a client reads no tensor, and may have no torch
+    import torch
+
+    from swarm_kernels.ops.base.matrix import Matrix
+    from swarm_kernels.ops.base.stored_weights import StoredWeights
 
 HASHED_BYTES = 4096
 """Bytes of each sampled tensor that enter the fingerprint."""
@@ -117,6 +120,8 @@ class NotQuantized(ABC):
     """The part of a ModelSource whose tensors are all stored as plain floats."""
 
     def native(self, hf_name: str) -> torch.dtype:
+        import torch
+
         return torch.bfloat16
 
     def as_stored(self, hf_name: str, expert: int | None = None) -> StoredWeights | None:

@@ -10,7 +10,7 @@ import torch
 
 from swarm.errors import UsageError
 from swarm.types import LayerSpan
-from swarm_kernels.device.device import release_free_memory
+from swarm_kernels.device.allocator import release_free_memory
 from swarm_kernels.models.layers import tensors_of_span
 from swarm_kernels.models.source import FetchProgress, ModelSource
 from swarm_kernels.runtime.llama_span import LlamaSpan

@@ -25,7 +25,7 @@ from swarm.planner.scheduling.fair_shares import Share
 from swarm.token_bucket import KeyedBuckets
 from swarm.types import Grammar, PeerId
 from swarm_hop.serving.token_history import StepTokens
-from swarm_kernels.device.device import release_free_memory
+from swarm_kernels.device.allocator import release_free_memory
 from swarm_kernels.sampling.grammar import GrammarCompiler, GrammarState, TokenMask
 from swarm_kernels.tokenizer.tokenizer import ChatTokenizer
 

@@ -22,6 +22,7 @@ from typing import Any
 
 from swarm.config import Limits, local_swarm_file
 from swarm.errors import SwarmError, UsageError
+from swarm.net.base.tls_addresses import is_direct
 from swarm.net.libp2p.socket_dir import SocketDir
 from swarm.net.security.identity import Identity
 from swarm.types import LayerSpan, coverage, missing_ranges
@@ -147,7 +148,12 @@ class LocalSwarm:
 
     @property
     def addresses(self) -> list[str]:
-        return [child.addresses[0] for child in self._children if child.addresses]
+        """Of each node: a libp2p address, and a direct one for clients that have no libp2p."""
+        found = []
+        for child in self._children:
+            direct = next(filter(is_direct, child.addresses), "")
+            found += [address for address in dict.fromkeys((*child.addresses[:1], direct)) if address]
+        return found
 
     async def start(self, folder: Path) -> None:
         """Start all nodes at once; the first has a known address, and the others keep trying to reach it."""

@@ -14,9 +14,10 @@ from pathlib import Path
 
 from swarm.config import NodeConfig
 from swarm.invite import Invite
-from swarm.net.base.tls_addresses import is_direct, is_relayed, listen_ip
+from swarm.net.base.tls_addresses import is_direct, is_relayed, libp2p_addresses, listen_ip
 
-MAX_ADDRESSES = 3  # a token should stay short enough for a message and a QR code
+MAX_ADDRESSES = 3  # of libp2p: a token should stay short enough for a message and a QR code
+MAX_DIRECT = 2  # for clients that have no libp2p
 
 
 def new_secret() -> str:
@@ -38,13 +39,18 @@ def how_to_join(config: NodeConfig, model: str, addresses: Sequence[str]) -> str
 
 
 def shareable(addresses: Sequence[str]) -> tuple[str, ...]:
-    """The few of a node's addresses that are the most useful to others: public, then relayed, then private.
+    """The few of a node's addresses that are the most useful to others: public, then relayed, then private; those of
+    libp2p before direct ones.
 
     Loopback only if there is no other.
     """
-    daemon = [address for address in addresses if not is_direct(address)]
-    outside = [address for address in daemon if _rank(address) < _LOOPBACK]
-    return tuple(sorted(outside or daemon, key=_rank)[:MAX_ADDRESSES])
+    direct = [address for address in addresses if is_direct(address)]
+    return (*_best(libp2p_addresses(addresses), MAX_ADDRESSES), *_best(direct, MAX_DIRECT))
+
+
+def _best(addresses: Sequence[str], count: int) -> list[str]:
+    outside = [address for address in addresses if _rank(address) < _LOOPBACK]
+    return sorted(outside or addresses, key=_rank)[:count]
 
 
 def show(invite: Invite, as_json: bool) -> None:

@@ -32,6 +32,19 @@ def is_direct(address: str) -> bool:
     return "/tls/p2p/" in address
 
 
+def libp2p_addresses(addresses: Iterable[str]) -> tuple[str, ...]:
+    """Those that a libp2p host can dial."""
+    return tuple(address for address in addresses if not is_direct(address))
+
+
+def by_peer(addresses: Iterable[str]) -> dict[PeerId, tuple[str, ...]]:
+    """Multiaddrs by the peer that each ends in."""
+    found: dict[PeerId, list[str]] = {}
+    for address in addresses:
+        found.setdefault(address.rpartition("/p2p/")[2], []).append(address)
+    return {peer: tuple(of) for peer, of in found.items()}
+
+
 def is_relayed(address: str) -> bool:
     return "/p2p-circuit" in address
 

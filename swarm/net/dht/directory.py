@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 from swarm.address_blocks import is_public_block, spread
 from swarm.errors import ClockSkew, NetworkError, PeerUnreachable, ProtocolError
+from swarm.net.base.tls_addresses import libp2p_addresses
 from swarm.net.dht import entries
 from swarm.net.dht.entries import Entry
 from swarm.net.dht.entry_intake import take_in
@@ -90,6 +91,7 @@ class DhtDirectory:
 
         Raises PeerUnreachable if none of `peers` answers, ClockSkew if this machine's clock is off, NetworkError.
         """
+        peers = libp2p_addresses(peers)
         self = cls(transport, peers, client, secret, policy)
         await self._join(peers)
         transport.daemon.on_down(self._on_host_down)
@@ -155,7 +157,7 @@ class DhtDirectory:
         """
         node = self._node
         async with asyncio.TaskGroup() as group:
-            pings = [group.create_task(self._rebootstrap(node, address)) for address in addresses]
+            pings = [group.create_task(self._rebootstrap(node, address)) for address in libp2p_addresses(addresses)]
         return sum(ping.result() for ping in pings)
 
     async def _rebootstrap(self, node: DHTNode, address: str) -> bool:

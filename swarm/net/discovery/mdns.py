@@ -31,7 +31,7 @@ from swarm.net.security.swarm_secret import SwarmSecret
 logger = logging.getLogger(__name__)
 
 SERVICE = "_swarm-llm._tcp.local."
-MAX_ADDRESSES = 3  # of one announcement
+MAX_ADDRESSES = 5  # of one announcement: three of libp2p and two direct ones
 TXT_BYTES = 200  # of one TXT value, which holds 255 with its key
 
 OnDiscovered = Callable[[tuple[str, ...]], Awaitable[object]]

@@ -21,6 +21,7 @@ from msgspec import Meta
 from swarm import records
 from swarm.errors import UNDECODABLE
 from swarm.gossip_messages import RecordBytes
+from swarm.net.base.tls_addresses import is_direct
 from swarm.net.gossip.policy import RecordFilePolicy
 from swarm.net.security.identity import verify
 from swarm.records import InvalidRecord
@@ -79,16 +80,18 @@ class RecordFile:
             return []
 
     def addresses(self, model: str, count: int) -> tuple[str, ...]:
-        """Multiaddrs, one of each of up to `count` peers of `model`, by which to join. Only what they signed."""
-        found: list[str] = []
+        """Multiaddrs of up to `count` peers of `model` by which to join: the first one of each, and the first direct one.
+        Only what they signed."""
+        found: list[tuple[str, ...]] = []
         for data, _ in self.load():
             try:
                 peer, at = records.claim(data)
                 addresses = records.decode(data, peer, model, at, verify).addrs
             except InvalidRecord:
                 continue
-            found += addresses[:1]
-        return tuple(found[:count])
+            direct = next(filter(is_direct, addresses), "")
+            found.append(tuple(dict.fromkeys(filter(None, (*addresses[:1], direct)))))
+        return tuple(address for of in found[:count] for address in of)
 
     def save(self, kept: Sequence[tuple[bytes, float]]) -> None:
         """Replace the file, unless nothing is known; what cannot be written is left."""

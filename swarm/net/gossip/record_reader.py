@@ -22,6 +22,7 @@ from typing import Any, Protocol
 from swarm.errors import NetworkError, ProtocolError
 from swarm.gossip_messages import RecordsQuery, pack_listed
 from swarm.net.base.tasks import TaskSet
+from swarm.net.base.tls_addresses import by_peer
 from swarm.net.base.transport import Directory
 from swarm.net.gossip.policy import GossipPolicy
 from swarm.net.gossip.record_book import RecordBook
@@ -79,7 +80,7 @@ class RecordReader:
         self._directory = directory
         self._pool = pool
         self._exchange = exchange
-        self._bootstrap = {address.rpartition("/p2p/")[2]: address for address in bootstrap}
+        self._bootstrap = by_peer(bootstrap)
         self._wall_clock = wall_clock
         self._rebootstrap = rebootstrap
         self._file = file
@@ -220,7 +221,7 @@ class RecordReader:
         if self._is_lacking or self._rounds % 4 == 0:
             count = self._policy.fanout if self._is_lacking else 1
             for peer in self._rng.sample(anchors, min(count, len(anchors))):
-                targets[peer] = (self._bootstrap[peer],)
+                targets[peer] = self._bootstrap[peer]
         if len(self._pool.dialled) < self._policy.min_links:
             wall_now = self._wall_clock()
             nodes = self.book.to_ask(wall_now, self._policy.fanout, {*excluded, *targets})

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import importlib
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol, Self
 
@@ -16,6 +17,7 @@ from swarm.codec import DEFAULT_LIMITS, FrameLimits
 from swarm.config import Libp2pImpl
 from swarm.errors import PeerUnreachable, UsageError
 from swarm.net.base.frame_stream import FramedStream
+from swarm.net.base.tls_addresses import libp2p_addresses
 from swarm.net.libp2p.options import HostOptions
 from swarm.net.security.identity import Identity
 from swarm.types import PeerId
@@ -103,6 +105,13 @@ async def start(identity: Identity, options: HostOptions | None, libp2p_impl: Li
 
     Importing either takes seconds, so it is done in a thread, while the event loop runs on.
     """
+    if options is not None and options.peers:
+        peers = libp2p_addresses(options.peers)
+        if not peers:
+            raise UsageError(
+                "all addresses of peers are of direct connections (/tls/); a node joins by a libp2p address"
+            )
+        options = replace(options, peers=peers)
     name, kind = ("py_host", "PyHost") if libp2p_impl == "python" else ("go_daemon", "GoDaemonHost")
     try:
         module = await asyncio.to_thread(importlib.import_module, f"swarm.net.libp2p.{name}")

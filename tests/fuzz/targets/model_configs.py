@@ -13,7 +13,7 @@ import torch
 
 from swarm.errors import DrafterFailed, ModelError
 from swarm_kernels.draft import dflash_file, eagle_file
-from swarm_kernels.draft.file import DraftMetadata
+from swarm_kernels.draft.card import DraftMetadata
 from swarm_kernels.models.config import ModelConfig
 from swarm_kernels.models.hf_config import model_config
 from swarm_kernels.models.quantized.checkpoint import unpacked_table

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from swarm_kernels.draft.file import read_card
+from swarm_kernels.draft.card import read_card
 from swarm_kernels.models.source import ModelSource
 
 DATA = Path(__file__).parent / "data"

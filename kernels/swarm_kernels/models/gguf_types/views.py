@@ -9,15 +9,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from swarm.errors import CorruptModel
 from swarm_kernels.models.gguf_types.metadata import GgufEntry
 
-Parts = Iterator[torch.Tensor]
-"""The slices of a view, each read when it is asked for."""
+if TYPE_CHECKING:  # imported where a tensor is made: a client reads only headers
+    import torch
+
+    Parts = Iterator[torch.Tensor]
+    """The slices of a view, each read when it is asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +134,13 @@ def stacked_rows(stored: Sequence[GgufEntry], config: Mapping[str, Any], name: s
     if len(columns) != 1:
         raise _misshapen(stored[-1])
     shape = (sum(tensor.shape[0] for tensor in stored), columns.pop())
-    yield name, View(shape, tuple(map(_all_of, stored)), lambda parts: torch.cat(list(parts)))
+    yield name, View(shape, tuple(map(_all_of, stored)), _under_each_other)
+
+
+def _under_each_other(parts: Parts) -> torch.Tensor:
+    import torch
+
+    return torch.cat(list(parts))
 
 
 def gate_and_up(field: str, *, transposed: bool = False, alternating: bool = False) -> Build:
@@ -149,20 +156,28 @@ def gate_and_up(field: str, *, transposed: bool = False, alternating: bool = Fal
         width, hidden = gate[0].shape
         shape = (count, hidden, 2 * width) if transposed else (count, 2 * width, hidden)
         first, second = _places(width, alternating)
-        dtype = None if stored[0].dtype == stored[1].dtype else torch.float32
+        mixed = stored[0].dtype != stored[1].dtype
 
         def make(parts: Parts) -> torch.Tensor:
+            import torch
+
             part = next(parts)
-            out = part.new_empty(shape[1:], dtype=dtype)
+            out = part.new_empty(shape[1:], dtype=torch.float32 if mixed else None)
             rows = out.T if transposed else out
             rows[first], rows[second] = part, next(parts)
             return out
 
-        order = (lambda: torch.arange(2 * width).view(2, width).T.flatten()) if alternating else None
+        order = (lambda: _in_turns(width)) if alternating else None
         slices = tuple(part for pair in zip(gate, up, strict=True) for part in pair)
         yield name, _stacked(shape, slices, ExpertParts(make, order))
 
     return build
+
+
+def _in_turns(width: int) -> torch.Tensor:
+    import torch
+
+    return torch.arange(2 * width).view(2, width).T.flatten()
 
 
 def alternating_biases(stored: Sequence[GgufEntry], config: Mapping[str, Any], name: str) -> Iterator[tuple[str, View]]:
@@ -172,6 +187,8 @@ def alternating_biases(stored: Sequence[GgufEntry], config: Mapping[str, Any], n
         raise _misshapen(stored[1])
 
     def make(parts: Parts) -> torch.Tensor:
+        import torch
+
         return torch.stack(list(parts), dim=-1).reshape(experts, 2 * width)
 
     yield name, View((experts, 2 * width), tuple(map(_all_of, stored)), make)
@@ -197,6 +214,8 @@ def latent_key_values(stored: Sequence[GgufEntry], config: Mapping[str, Any], na
     shape = (heads * (nope + stored[1].shape[1]), latent)
 
     def make(parts: Parts) -> torch.Tensor:
+        import torch
+
         keys, values = parts
         return torch.cat((keys.transpose(1, 2), values), dim=1).reshape(shape)
 
