@@ -26,10 +26,10 @@ from swarm.errors import UsageError
 
 DEFAULT_MODEL = "smollm2-135m"
 NodeTransports = Literal["auto", "libp2p"]
-"""The transport of frames: direct TLS connections where they work and libp2p elsewhere, or libp2p alone."""
+"""For nodes: direct TLS connections where they work and libp2p elsewhere, or libp2p alone."""
 Transports = Literal["auto", "libp2p", "direct"]
-"""As of a node, or direct TLS connections alone, without a libp2p host and the DHT: records come from nodes. For clients,
-whose `auto` chooses that where hivemind is not installed or all `peers` are addresses of direct connections."""
+"""For clients: direct TLS connections, with a libp2p host and the DHT once they are needed; libp2p alone; or direct ones
+alone, as without hivemind or the libp2p address of a peer: records come from nodes then."""
 Libp2pImpl = Literal["go", "python"]
 """The libp2p implementation: hivemind's p2p daemon, a Go program, or py-libp2p in a thread."""
 Audits = Literal["auto", "wait", "off"]

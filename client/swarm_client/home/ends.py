@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from swarm.config import ClientConfig
 from swarm.errors import UsageError
+from swarm.extras import needs_torch
 from swarm.net.gossip.record_reader import RecordReader
 from swarm.planner.costs.chain_costs import Stage
 from swarm.types import PeerId
@@ -68,9 +69,8 @@ async def hold_ends(
         return
     if config.drafter == "medusa":
         raise UsageError("Medusa heads are at the nodes' tail, which --local-layers replaces; choose another --drafter")
-    try:
-        from swarm_client.home.served_ends import serve_ends
-    except ModuleNotFoundError as error:
-        raise UsageError(f"--local-layers needs {error.name} to compute layers: pip install swarm-llm") from None
+    needs_torch("--local-layers, which computes layers here,")
+    from swarm_client.home.served_ends import serve_ends
+
     async with serve_ends(config, source, tokenizer, network, reader) as ends:
         yield ends

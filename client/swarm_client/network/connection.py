@@ -1,13 +1,12 @@
-"""The client's connection to a swarm: a transport, the directory (DHT) behind it if there is one, and a connection pool.
+"""The client's connection to a swarm: a transport, the directory (DHT) behind it, and a connection pool.
 
-Owns how they are started and closed. Tests make a ClientNetwork of an in-memory transport.
+Owns how they are started and closed, but for when libp2p is (`deferred_libp2p`). Tests make a ClientNetwork of an in-memory transport.
 """
 
 from __future__ import annotations
 
 import asyncio
 import importlib
-import importlib.util
 import logging
 import os
 import random
@@ -17,13 +16,15 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from swarm.config import DEFAULT_MODEL, ClientConfig, Libp2pImpl, Limits, Transports, state_dir
-from swarm.errors import PeerUnreachable, UsageError
+from swarm.errors import NetworkError, PeerUnreachable, UsageError, WrongSwarm
+from swarm.extras import HAS_HIVEMIND, INSTALL_NODE, needs
 from swarm.gossip_messages import Records
 from swarm.messages import AnyMessage
 from swarm.net.base.happy_eyeballs import staggered_race
-from swarm.net.base.tls_addresses import by_peer, is_direct
+from swarm.net.base.tls_addresses import by_peer, is_direct, libp2p_addresses
 from swarm.net.base.transport import Directory, Transport
 from swarm.net.gossip.record_book import RecordBook
 from swarm.net.gossip.record_exchange import RecordExchange
@@ -37,28 +38,21 @@ from swarm.net.security.identity import Identity
 from swarm.net.security.swarm_secret import SwarmSecret, public_authenticator
 from swarm.net.transports.tls import TlsTransport
 from swarm.records import Sign
-from swarm.types import PeerId
+from swarm_client.network.deferred_libp2p import DeferredLibp2p, StartLibp2p
 from swarm_client.network.session_demux import SessionDemux
+
+if TYPE_CHECKING:
+    from swarm.net.dht.directory import DhtDirectory
+    from swarm.net.transports.libp2p_streams import Libp2pTransport
 
 logger = logging.getLogger(__name__)
 
-HAS_HIVEMIND = importlib.util.find_spec("hivemind") is not None
 _MAX_KNOWN_PEERS = 8  # joined by at once
 _NEXT_DIAL_S = 0.5  # between dials of two peers, for the first that answers
 
 
 async def _no_peers(addresses: Sequence[str]) -> int:
     return 0
-
-
-class NoDirectory:
-    """In place of a DHT: what is known of nodes is what nodes pass on. See `transport.Directory`."""
-
-    async def publish(self, record: bytes, model: str, expires_at: float) -> None:
-        """A client has no record."""
-
-    async def read(self, model: str) -> dict[PeerId, bytes]:
-        return {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +98,7 @@ class ClientNetwork:
         """A new reader of the records of one model. Close it before the pool."""
         rng = random.Random(os.urandom(16))
         book = RecordBook(model, num_layers, identity.verify, rng, is_connected=self.pool.has_dialled)
-        return RecordReader(
+        reader = RecordReader(
             book,
             self.directory,
             self.pool,
@@ -114,6 +108,9 @@ class ClientNetwork:
             rebootstrap=self.rebootstrap,
             file=self.record_file,
         )
+        if isinstance(self.directory, DeferredLibp2p):
+            self.directory.is_lacking = lambda: reader.is_lacking
+        return reader
 
 
 def check_peers(config: ClientConfig) -> None:
@@ -160,10 +157,7 @@ async def connect(
     own = await asyncio.to_thread(Identity.load_or_create, identity_file) if identity_file else Identity.generate()
     keys = await asyncio.to_thread(SwarmSecret, secret) if secret else None
     file = RecordFile.of(state_dir() / "records", model, peers, network, secret)
-    if chooses_direct(transport, peers):
-        joined = partial(_over_tls, own, keys, limits, file)
-    else:
-        joined = partial(_over_libp2p, own, keys, limits, file, transport != "libp2p", libp2p_impl)
+    joined = partial(_joined, _Joining(own, keys, limits, transport, libp2p_impl, file))
     async with AsyncExitStack() as stack:
         try:
             connected = await stack.enter_async_context(joined(peers))
@@ -176,78 +170,93 @@ async def connect(
         yield connected
 
 
-def chooses_direct(transport: Transports, peers: Sequence[str]) -> bool:
-    """Whether to do without libp2p: where that was asked for, and where there is no other way. Raises UsageError."""
-    if transport == "direct":
-        return True
-    if transport == "auto" and (not HAS_HIVEMIND or all(map(is_direct, peers))):
-        return True
-    if not HAS_HIVEMIND:
-        raise UsageError(f"--transport {transport} needs hivemind: pip install swarm-llm; or leave it out")
-    return False
+@dataclass(frozen=True, slots=True)
+class _Joining:
+    """How a client joins, by whichever peers."""
+
+    own: Identity
+    keys: SwarmSecret | None
+    limits: Limits
+    transport: Transports
+    libp2p_impl: Libp2pImpl
+    file: RecordFile
+
+    def starts_libp2p(self, peers: Sequence[str]) -> StartLibp2p | None:
+        """None where there is no libp2p, or nobody to join by it. Raises UsageError where there is no other way."""
+        addresses = libp2p_addresses(peers)
+        if self.transport != "direct" and HAS_HIVEMIND and addresses:
+            return partial(self._start_libp2p, addresses)
+        if self.transport == "libp2p":
+            if not HAS_HIVEMIND:
+                raise needs("hivemind", "the transport 'libp2p'")
+            raise UsageError("the transport 'libp2p' needs the address of a peer without /tls/, which is another one's")
+        if len(addresses) == len(peers):
+            raise UsageError(
+                "these peers have no address of direct connections, which end in /tls/p2p/<peer id>: use an invitation"
+                + ("" if HAS_HIVEMIND else f", or libp2p: {INSTALL_NODE}")
+            )
+        return None
+
+    async def tls(self) -> TlsTransport | None:
+        """Direct connections; None where they are turned off. Raises NetworkError if this system cannot have them."""
+        if self.transport == "libp2p":
+            return None
+        authenticator = self.keys.authenticate if self.keys else public_authenticator
+        try:
+            return await TlsTransport.start(self.own, authenticator=authenticator)
+        except NetworkError as error:
+            if self.transport == "direct" or not HAS_HIVEMIND:
+                raise
+            logger.warning("no direct connections, everything goes through the p2p daemon: %s", error)
+            return None
+
+    async def _start_libp2p(self, peers: Sequence[str]) -> tuple[Libp2pTransport, DhtDirectory]:
+        """See `StartLibp2p`."""
+        # The import takes a second, which must not block the loop.
+        await asyncio.to_thread(importlib.import_module, "swarm.net.dht.directory")
+        from swarm.net.dht.directory import DhtDirectory
+        from swarm.net.transports.libp2p_streams import Libp2pTransport
+
+        host = await Libp2pTransport.start(
+            self.own,
+            HostOptions(peers=tuple(peers)),
+            dial_timeout_s=self.limits.dial_timeout_s,
+            authenticator=self.keys.authenticate if self.keys else None,
+            libp2p_impl=self.libp2p_impl,
+        )
+        try:
+            return host, await DhtDirectory.start(host, peers, client=True, secret=self.keys)
+        except BaseException:
+            await host.close()
+            raise
 
 
 @asynccontextmanager
-async def _over_libp2p(
-    own: Identity,
-    keys: SwarmSecret | None,
-    limits: Limits,
-    file: RecordFile,
-    direct: bool,
-    libp2p_impl: Libp2pImpl,
-    peers: Sequence[str],
-) -> AsyncIterator[ClientNetwork]:
-    """By a libp2p host and the DHT, with direct connections beside them if `direct`. Raises PeerUnreachable."""
-    # The import takes a second, which must not block the loop.
-    await asyncio.to_thread(importlib.import_module, "swarm.net.dht.directory")
-    from swarm.net.dht.directory import DhtDirectory
-    from swarm.net.transports.multi import MultiTransport
-
+async def _joined(joining: _Joining, peers: Sequence[str]) -> AsyncIterator[ClientNetwork]:
+    """Raises PeerUnreachable, UsageError."""
+    start, limits = joining.starts_libp2p(peers), joining.limits
+    tls = await joining.tls()
     async with AsyncExitStack() as stack:
-        transport = await MultiTransport.start(
-            own,
-            HostOptions(peers=tuple(peers)),
-            direct=direct,
-            accept=False,
-            secret=keys,
-            dial_timeout_s=limits.dial_timeout_s,
-            libp2p_impl=libp2p_impl,
-        )
+        transport = DeferredLibp2p(joining.own.peer, tls, start)
         stack.push_async_callback(transport.close)
-        directory = await DhtDirectory.start(transport.daemon, peers, client=True, secret=keys)
-        stack.push_async_callback(directory.close)
         connected = ClientNetwork.from_transport(
             transport,
-            directory,
+            transport,
             limits,
-            rebootstrap=directory.rebootstrap,
+            rebootstrap=transport.rebootstrap,
             peers=tuple(peers),
-            record_file=file,
-            sign=own.sign,
-        )
-        async with connected.pool:
-            yield connected
-
-
-@asynccontextmanager
-async def _over_tls(
-    own: Identity, keys: SwarmSecret | None, limits: Limits, file: RecordFile, peers: Sequence[str]
-) -> AsyncIterator[ClientNetwork]:
-    """By direct connections alone, and the records that nodes pass on. Raises PeerUnreachable, UsageError."""
-    addresses = by_peer(filter(is_direct, peers))
-    if not addresses:
-        raise UsageError(
-            "none of these addresses is one of a direct connection, which end in /tls/p2p/<peer id>: use an invitation, "
-            "or leave --transport out (it takes hivemind: pip install swarm-llm)"
-        )
-    async with AsyncExitStack() as stack:
-        authenticator = keys.authenticate if keys else public_authenticator
-        transport = await TlsTransport.start(own, authenticator=authenticator)
-        stack.push_async_callback(transport.close)
-        connected = ClientNetwork.from_transport(
-            transport, NoDirectory(), limits, peers=tuple(peers), record_file=file, sign=own.sign
+            record_file=joining.file,
+            sign=joining.own.sign,
         )
         await stack.enter_async_context(connected.pool)
+        addresses = by_peer(filter(is_direct, peers)) if tls is not None else {}
         dials = [partial(connected.pool.get, peer, of, limits.dial_timeout_s) for peer, of in addresses.items()]
-        await staggered_race(dials, _NEXT_DIAL_S, lambda link: None)
+        try:
+            if not dials:
+                raise PeerUnreachable("no peer to dial directly")
+            await staggered_race(dials, _NEXT_DIAL_S, lambda link: None)
+        except PeerUnreachable as error:
+            if start is None or isinstance(error, WrongSwarm):
+                raise
+            await transport.started()  # by peers that have other addresses
         yield connected

@@ -8,7 +8,6 @@ with the target's vocabulary) or the Medusa heads of the tail.
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import logging
 from collections.abc import Callable
 from concurrent.futures import Executor
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from swarm.errors import DrafterFailed, ModelError
+from swarm.extras import HAS_TORCH, needs
 from swarm.planner.speculation.drafter_choice import DrafterKind, DrafterOffer, explain_choice, rank_drafters
 from swarm_client.speculation.controller import AsyncDrafter
 from swarm_client.speculation.drafters.base import Drafter
@@ -36,7 +36,6 @@ if TYPE_CHECKING:  # a client that drafts with no model loads none
 
 logger = logging.getLogger(__name__)
 
-HAS_TORCH = importlib.util.find_spec("torch") is not None
 AUTO = "auto"  # the best of what is at hand
 MEDUSA = "medusa"  # the Medusa heads of the tail
 NGRAM = "ngram"  # no draft model
@@ -89,13 +88,14 @@ class DrafterFactory:
 
     @classmethod
     def _without_torch(cls, drafter: str) -> DrafterFactory:
-        """With the heads of the tail for AUTO, which needs nothing here; else with n-grams alone."""
-        why = "a draft model on this machine needs torch: pip install swarm-llm"
+        """With the heads of the tail for AUTO, which needs nothing here, and with n-grams alone for the bundled draft.
+        Raises UsageError for another one: it was asked for by name."""
+        missing = needs("torch", "a drafter on this machine")
         if drafter == AUTO:
-            return cls(MedusaDrafter, explain_choice(DrafterOffer(DrafterKind.MEDUSA), [why]), medusa=True)
-        if drafter != BUNDLED:
-            logger.warning("drafting with n-grams alone: %s", why)
-        return cls()
+            return cls(MedusaDrafter, explain_choice(DrafterOffer(DrafterKind.MEDUSA), [str(missing)]), medusa=True)
+        if drafter == BUNDLED:
+            return cls()
+        raise missing
 
     @classmethod
     def _choose(cls, target: ModelSource) -> DrafterFactory:

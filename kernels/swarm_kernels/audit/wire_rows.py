@@ -8,7 +8,6 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from swarm.codec import Buffer
 from swarm.errors import ProtocolError, UsageError
 
 _STORED: dict[str, npt.DTypeLike] = {"fp32": "<f4", "fp16": "<f2", "bf16": "<u2", "int8": "<u2", "int4": "<u2"}
@@ -21,7 +20,9 @@ def row_bytes(hidden_size: int, dtype: str) -> int:
     return hidden_size * np.dtype(_stored(dtype)).itemsize
 
 
-def rows_from_wire(body: Buffer, rows: int, hidden_size: int, dtype: str) -> npt.NDArray[np.float32]:
+def rows_from_wire(
+    body: bytes | bytearray | memoryview, rows: int, hidden_size: int, dtype: str
+) -> npt.NDArray[np.float32]:
     """A body -> `[rows, hidden]`. `dtype`: that the nodes compute in. Raises ProtocolError, UsageError."""
     view, expected = memoryview(body), rows * row_bytes(hidden_size, dtype)
     if view.nbytes != expected:

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from swarm.errors import CorruptModel
+from swarm.extras import needs_torch
 from swarm_kernels.models.gguf_config import gguf_model_config
 from swarm_kernels.models.gguf_parts import GgufParts, LocatedTensor, unsplit_name
 from swarm_kernels.models.gguf_types.rope import FREQS, LONG, SHORT
@@ -87,6 +88,7 @@ class GgufSource(LocalFiles):
     @cached_property
     def _tensors(self) -> GgufTensors:
         """Imported when the first tensor is asked for: a client reads headers alone, and may have no torch."""
+        needs_torch("a model's tensor")
         from swarm_kernels.models.gguf_types.tensors import GgufTensors
 
         return GgufTensors(self._parts.tensors, self._stored)

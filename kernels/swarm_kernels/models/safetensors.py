@@ -7,7 +7,6 @@ The library's `safe_open` is not used: it maps the file into memory, and a file 
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 import struct
@@ -23,6 +22,7 @@ import numpy.typing as npt
 from msgspec import Meta
 
 from swarm.errors import UNDECODABLE, CorruptModel, ModelNotFound, UnsupportedModel
+from swarm.extras import HAS_TORCH, needs_torch
 from swarm_kernels.models.config import ModelConfig
 from swarm_kernels.models.hf_config import model_config
 from swarm_kernels.models.quantized.schemes import scheme_of
@@ -35,8 +35,6 @@ if TYPE_CHECKING:  # imported where a tensor is made: a client reads headers alo
     from swarm_kernels.models.quantized.packed_tensor import PackedTensor
     from swarm_kernels.ops.base.matrix import Matrix
     from swarm_kernels.ops.base.stored_weights import StoredWeights
-
-HAS_TORCH = importlib.util.find_spec("torch") is not None
 
 _TORCH_NAMES = {
     "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "I32": "int32",
@@ -357,7 +355,8 @@ def read_header(file: WeightFile) -> dict[str, StoredTensor]:
 
 
 def read_tensor(stored: StoredTensor, name: str) -> torch.Tensor:
-    """Raises CorruptModel, UnsupportedModel."""
+    """Raises CorruptModel, UnsupportedModel, UsageError without torch."""
+    needs_torch("a model's tensor")
     import torch
 
     if stored.dtype not in _TORCH_NAMES:
@@ -369,6 +368,7 @@ def read_tensor(stored: StoredTensor, name: str) -> torch.Tensor:
 
 
 def _torch_dtype(name: str) -> torch.dtype:
+    needs_torch("a model's tensor")
     import torch
 
     found: torch.dtype = getattr(torch, _TORCH_NAMES[name])

@@ -89,7 +89,7 @@ class RecordReader:
         self._tasks = TaskSet("record reader")
         self._examining = asyncio.Lock()
         self._begun = False
-        self._is_lacking = True  # layers, in the latest snapshot
+        self.is_lacking = True  # layers, in the latest snapshot
         self._next_round = self._next_rebootstrap = 0.0
         self._rounds = 0
         self._asking: set[PeerId] = set()
@@ -113,7 +113,7 @@ class RecordReader:
         snapshot = self.book.snapshot(self._wall_clock())
         if failure is not None and not snapshot.nodes:
             raise failure
-        self._is_lacking = not _is_whole(snapshot)
+        self.is_lacking = not _is_whole(snapshot)
         if self._file is not None and self._file.due(asyncio.get_running_loop().time()):
             kept = self.book.longest_known(self._file.max_records)
             self._tasks.start(asyncio.to_thread(self._file.save, kept), "save records")
@@ -203,7 +203,7 @@ class RecordReader:
         now = loop.time()
         if self._tasks.closed or now < self._next_round:
             return []
-        self._next_round = now + (self._policy.urgent_interval_s if self._is_lacking else self._policy.interval_s)
+        self._next_round = now + (self._policy.urgent_interval_s if self.is_lacking else self._policy.interval_s)
         targets = self._targets(now)
         self._rounds += 1
         return [self._tasks.start(self._ask(peer, addresses), f"ask {peer}") for peer, addresses in targets.items()]
@@ -218,8 +218,8 @@ class RecordReader:
             targets[min(linked, key=self._published_at)] = ()  # whose record is oldest: it must not be lost
             targets[self._rng.choice(linked)] = ()
         anchors = [peer for peer in self._bootstrap if peer not in excluded and peer not in targets]
-        if self._is_lacking or self._rounds % 4 == 0:
-            count = self._policy.fanout if self._is_lacking else 1
+        if self.is_lacking or self._rounds % 4 == 0:
+            count = self._policy.fanout if self.is_lacking else 1
             for peer in self._rng.sample(anchors, min(count, len(anchors))):
                 targets[peer] = self._bootstrap[peer]
         if len(self._pool.dialled) < self._policy.min_links:
