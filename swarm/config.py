@@ -28,8 +28,8 @@ DEFAULT_MODEL = "smollm2-135m"
 NodeTransports = Literal["auto", "libp2p"]
 """For nodes: direct TLS connections where they work and libp2p elsewhere, or libp2p alone."""
 Transports = Literal["auto", "libp2p", "direct"]
-"""For clients: direct TLS connections, with a libp2p host and the DHT once they are needed; libp2p alone; or direct ones
-alone, as without hivemind or the libp2p address of a peer: records come from nodes then."""
+"""For clients: direct TLS connections, with a libp2p host and the DHT once they are needed; libp2p alone; or direct
+connections alone, as without hivemind or the libp2p address of a peer: records come from nodes then."""
 Libp2pImpl = Literal["go", "python"]
 """The libp2p implementation: hivemind's p2p daemon, a Go program, or py-libp2p in a thread."""
 Audits = Literal["auto", "wait", "off"]

@@ -1,4 +1,4 @@
-"""What a client does without: the packages of the extra `node`. Owns whether they are here, and what to say where not."""
+"""What a client does without: the packages of the extra `node`. Owns whether they are here, and what is said if not."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ import importlib.util
 from swarm.errors import UsageError
 
 INSTALL_NODE = "pip install 'swarm-llm[node]'"
-NODE_PACKAGES = frozenset({"gguf", "hivemind", "msgpack", "psutil", "safetensors", "segno", "torch", "transformers"})
+NODE_PACKAGES = frozenset(
+    {"gguf", "hivemind", "msgpack", "multiaddr", "psutil", "safetensors", "segno", "torch", "transformers"}
+)
 
 
 def _is_here(package: str) -> bool:

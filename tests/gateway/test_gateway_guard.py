@@ -12,7 +12,7 @@ from virtual_clock import virtual_time
 
 from swarm.config import GatewayConfig, SwarmEntry, load
 from swarm.errors import UsageError
-from swarm.invite import Invite
+from swarm.net.discovery.invite import Invite
 from swarm_gateway.errors import ApiError
 from swarm_gateway.server.cli import checked
 from swarm_gateway.server.swarms import swarms_of

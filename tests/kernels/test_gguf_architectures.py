@@ -25,8 +25,8 @@ from swarm.types import LayerSpan
 from swarm_kernels.device.device import INT4
 from swarm_kernels.kvcache.cache import StepRequest
 from swarm_kernels.models.gguf import GgufSource
-from swarm_kernels.models.gguf_four_bits import four_bits_from_gguf
 from swarm_kernels.models.gguf_types import architecture
+from swarm_kernels.models.gguf_types.four_bits import four_bits_from_gguf
 from swarm_kernels.models.gguf_types.table import ARCHITECTURES as READ
 from swarm_kernels.models.open import open_model
 from swarm_kernels.ops import dispatch

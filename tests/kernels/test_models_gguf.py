@@ -18,8 +18,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from swarm.errors import CorruptModel, ModelError, ModelNotFound, UnsupportedModel
 from swarm_kernels.models.gguf import GgufSource
-from swarm_kernels.models.gguf_dequant import dequantize
-from swarm_kernels.models.gguf_header import QUANT_BLOCKS, GgufHeader
+from swarm_kernels.models.gguf_header import GgufHeader
+from swarm_kernels.models.gguf_types.blocks import QUANT_BLOCKS
+from swarm_kernels.models.gguf_types.dequant import dequantize
 from swarm_kernels.models.open import ModelSource, open_model
 from swarm_kernels.models.source import ModelFile
 

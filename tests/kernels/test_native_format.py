@@ -15,9 +15,9 @@ from tiny_models import ModelTensors
 from swarm.types import LayerSpan
 from swarm_kernels.calibration.cost_curve import verify_layer
 from swarm_kernels.device.device import INT4
-from swarm_kernels.models.gguf_dequant import GGUF_CODES, dequantize
-from swarm_kernels.models.gguf_four_bits import GGUF_FOUR_BITS, four_bits_from_gguf
-from swarm_kernels.models.gguf_header import QUANT_BLOCKS
+from swarm_kernels.models.gguf_types.blocks import QUANT_BLOCKS
+from swarm_kernels.models.gguf_types.dequant import GGUF_CODES, dequantize
+from swarm_kernels.models.gguf_types.four_bits import GGUF_FOUR_BITS, four_bits_from_gguf
 from swarm_kernels.models.native_format import native_dtype
 from swarm_kernels.models.open import open_model
 from swarm_kernels.models.source import ModelSource

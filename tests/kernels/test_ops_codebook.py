@@ -11,9 +11,9 @@ from quantized_tensors import table_of
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from swarm.errors import KernelError
-from swarm_kernels.models.gguf_dequant import GGUF_CODES
-from swarm_kernels.models.gguf_four_bits import four_bits_from_gguf
-from swarm_kernels.models.gguf_header import QUANT_BLOCKS
+from swarm_kernels.models.gguf_types.blocks import QUANT_BLOCKS
+from swarm_kernels.models.gguf_types.dequant import GGUF_CODES
+from swarm_kernels.models.gguf_types.four_bits import four_bits_from_gguf
 from swarm_kernels.models.quantized.checkpoint import unpacked_table
 from swarm_kernels.models.quantized.schemes import scheme_of
 from swarm_kernels.ops import dispatch

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarm.errors import KernelError
-from swarm_kernels.models.gguf_dequant import dequantize
+from swarm_kernels.models.gguf_types.dequant import dequantize
 from swarm_kernels.ops import dispatch
 from swarm_kernels.ops.base import exact_linear, int4_linear
 

@@ -12,9 +12,9 @@ from contextlib import AsyncExitStack, asynccontextmanager
 import pytest
 
 from swarm.config import NodeConfig
-from swarm.invite import Invite, parse
 from swarm.net.dht.directory import DhtDirectory
 from swarm.net.discovery.autonat import ReachabilityReport
+from swarm.net.discovery.invite import Invite, parse
 from swarm.net.libp2p.options import HostOptions
 from swarm.net.security.identity import Identity
 from swarm.net.security.swarm_secret import SwarmSecret

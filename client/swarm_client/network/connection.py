@@ -1,6 +1,7 @@
 """The client's connection to a swarm: a transport, the directory (DHT) behind it, and a connection pool.
 
-Owns how they are started and closed, but for when libp2p is (`deferred_libp2p`). Tests make a ClientNetwork of an in-memory transport.
+Owns how they are started and closed; when libp2p is, is `deferred_libp2p`'s. Tests make a ClientNetwork of an
+in-memory transport.
 """
 
 from __future__ import annotations
@@ -147,8 +148,8 @@ async def connect(
     libp2p_impl: Libp2pImpl = "go",
     identity_file: Path | None = None,
 ) -> AsyncIterator[ClientNetwork]:
-    """Join the swarm of `peers`, multiaddrs, as a client: it dials out, serves nothing and is gone at the end. When none
-    of them answers, by way of nodes of `model` that were seen there before.
+    """Join the swarm of `peers`, multiaddrs, as a client: it dials out, serves nothing and is gone at the end. When
+    none of them answers, by way of nodes of `model` that were seen there before.
 
     `network`: the swarm's name. `transport`: see `ClientConfig`. `libp2p_impl`: the libp2p implementation. `secret`:
     that of a private swarm. `identity_file`: of this client's identity, made on first use; None: a new one. Raises

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from swarm.config import DEFAULT_MODEL, ClientConfig, env_value, load, local_swarm
 from swarm.errors import UsageError
-from swarm.invite import parse
+from swarm.net.discovery.invite import parse
 
 _Config = TypeVar("_Config", bound=ClientConfig)
 

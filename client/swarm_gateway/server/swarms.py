@@ -9,7 +9,7 @@ from pathlib import Path
 
 from swarm.config import GatewayConfig, SwarmEntry
 from swarm.errors import UsageError
-from swarm.invite import parse
+from swarm.net.discovery.invite import parse
 from swarm_client import SwarmClient
 from swarm_client.network.discovery import with_peers
 from swarm_gateway.serving.admission import Admission, AdmissionPolicy

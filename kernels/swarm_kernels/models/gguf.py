@@ -91,7 +91,7 @@ class GgufSource(LocalFiles):
         needs_torch("a model's tensor")
         from swarm_kernels.models.gguf_types.tensors import GgufTensors
 
-        return GgufTensors(self._parts.tensors, self._stored)
+        return GgufTensors(lambda part: self._located(part).entry.ggml_type, self._stored)
 
     def close(self) -> None:
         self._parts.close()

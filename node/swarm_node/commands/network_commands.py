@@ -1,6 +1,6 @@
 """`swarm-node invite | doctor`, and what an invitation sets for the other commands.
 
-Owns flags. The checks are in `doctor`, the token's format in `swarm.invite`.
+Owns flags. The checks are in `doctor`, the token's format in `swarm.net.discovery.invite`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import typer
 from swarm.command_line.old_flags import CommandWithOldNames
 from swarm.config import DEFAULT_MODEL, NodeConfig, env_flag, env_value, load, local_swarm
 from swarm.errors import UsageError
-from swarm.invite import Invite, parse
+from swarm.net.discovery.invite import Invite, parse
 from swarm_node.commands.runner import exit_on_error, run, start_log
 
 Peers = Annotated[

@@ -1,6 +1,6 @@
 """How others join this node's swarm: the invitation, as text and as a QR code.
 
-Owns which of our addresses go into it and how it is shown. The token's format is in `swarm.invite`.
+Owns which of our addresses go into it and how it is shown. The token's format is in `swarm.net.discovery.invite`.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from swarm.config import NodeConfig
-from swarm.invite import Invite
 from swarm.net.base.tls_addresses import is_direct, is_relayed, libp2p_addresses, listen_ip
+from swarm.net.discovery.invite import Invite
 
 MAX_ADDRESSES = 3  # of libp2p: a token should stay short enough for a message and a QR code
 MAX_DIRECT = 2  # for clients that have no libp2p

@@ -80,7 +80,7 @@ class RecordFile:
             return []
 
     def addresses(self, model: str, count: int) -> tuple[str, ...]:
-        """Multiaddrs of up to `count` peers of `model` by which to join: the first one of each, and the first direct one.
+        """Multiaddrs of up to `count` peers of `model` by which to join: of each the first, and the first direct one.
         Only what they signed."""
         found: list[tuple[str, ...]] = []
         for data, _ in self.load():

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from multiaddr import Multiaddr
-
 from swarm.errors import UsageError
+from swarm.net.base import multiaddr
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +32,7 @@ def _check(options: HostOptions) -> None:
         addresses: tuple[str, ...] = getattr(options, flag)
         for text in addresses:
             try:
-                names = [protocol.name for protocol in Multiaddr(text).protocols()]
+                names = multiaddr.protocols(text)
             except ValueError as error:
                 raise UsageError(f"'{text}' is not a multiaddr: {error}") from None
             if flag in ("peers", "relays") and (not names or names[-1] != "p2p"):

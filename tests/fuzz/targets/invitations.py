@@ -8,11 +8,11 @@ import base58
 import msgspec
 from multiaddr import Multiaddr
 
-from swarm import invite
 from swarm.errors import UsageError
-from swarm.invite import PREFIX, VERSION, Invite
+from swarm.net.discovery import invite
+from swarm.net.discovery.invite import PREFIX, VERSION, Invite
 
-INSTRUMENT = ("swarm.invite", "multiaddr")
+INSTRUMENT = ("swarm.net.discovery.invite", "swarm.net.base.multiaddr")
 
 
 def run(data: bytes) -> None:

@@ -5,16 +5,16 @@ it is given.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from swarm_kernels.device.device import CODES4
-from swarm_kernels.models.gguf_dequant import dequantize, dequantized_dtype, native_format
-from swarm_kernels.models.gguf_four_bits import GGUF_FOUR_BITS, four_bits_from_gguf
-from swarm_kernels.models.gguf_parts import LocatedTensor
+from swarm_kernels.models.gguf_types.blocks import QUANT_BLOCKS
+from swarm_kernels.models.gguf_types.dequant import dequantize, dequantized_dtype, native_format
+from swarm_kernels.models.gguf_types.four_bits import GGUF_FOUR_BITS, four_bits_from_gguf
 from swarm_kernels.models.gguf_types.views import Slice, View
 from swarm_kernels.ops.base.matrix import Matrix, ReadByParts
 from swarm_kernels.ops.base.stored_weights import StoredWeights, stacked
@@ -23,9 +23,9 @@ from swarm_kernels.ops.base.stored_weights import StoredWeights, stacked
 class GgufTensors:
     """A `ModelSource`'s methods of these names, of a view."""
 
-    def __init__(self, located: Mapping[str, LocatedTensor], read: Callable[[Slice], npt.NDArray[np.uint8]]) -> None:
-        """`read`: the bytes of a slice, in Hugging Face's order of rows."""
-        self._all = located
+    def __init__(self, type_of: Callable[[Slice], int], read: Callable[[Slice], npt.NDArray[np.uint8]]) -> None:
+        """`type_of`: ggml's type of a slice. `read`: its bytes, in Hugging Face's order of rows."""
+        self._type_of = type_of
         self._read = read
 
     def nbytes(self, view: View) -> int:
@@ -50,7 +50,7 @@ class GgufTensors:
         return ReadByParts(shape, dtype, lambda start, stop: self._dequantized(part.rows(start, stop)))
 
     def native(self, view: View) -> torch.dtype:
-        found = native_format(self._all[view.slices[0].tensor].entry.ggml_type)
+        found = native_format(self._type_of(view.slices[0]))
         return torch.int8 if found == CODES4 and not (view.is_stored or view.experts) else found
 
     def as_stored(self, view: View, expert: int | None) -> StoredWeights | None:
@@ -65,14 +65,14 @@ class GgufTensors:
 
     def _dtype(self, view: View) -> torch.dtype:
         """Of the tensor."""
-        dtypes = {dequantized_dtype(self._all[part.tensor].entry.ggml_type) for part in view.slices}
+        dtypes = {dequantized_dtype(self._type_of(part)) for part in view.slices}
         return dtypes.pop() if len(dtypes) == 1 else torch.float32
 
     def _four_bits(self, part: Slice) -> StoredWeights | None:
-        entry = self._all[part.tensor].entry
-        if entry.dtype not in GGUF_FOUR_BITS:
+        kind = self._type_of(part)
+        if QUANT_BLOCKS[kind][0] not in GGUF_FOUR_BITS:
             return None
-        return four_bits_from_gguf(self._read(part), entry.ggml_type, part.shape)
+        return four_bits_from_gguf(self._read(part), kind, part.shape)
 
     def _dequantized(self, part: Slice) -> torch.Tensor:
-        return dequantize(self._read(part), self._all[part.tensor].entry.ggml_type, part.shape)
+        return dequantize(self._read(part), self._type_of(part), part.shape)

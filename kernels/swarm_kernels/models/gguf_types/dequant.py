@@ -15,7 +15,7 @@ import torch
 
 from swarm.errors import UnsupportedModel
 from swarm_kernels.device.device import CODES4, INT4
-from swarm_kernels.models.gguf_header import QUANT_BLOCKS
+from swarm_kernels.models.gguf_types.blocks import QUANT_BLOCKS
 from swarm_kernels.ops.base.codebook_linear import CodeFormat
 
 PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}

@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from swarm_kernels.models.gguf_dequant import GGUF_CODES, half, nibbles, scales_and_minima
-from swarm_kernels.models.gguf_header import QUANT_BLOCKS
+from swarm_kernels.models.gguf_types.blocks import QUANT_BLOCKS
+from swarm_kernels.models.gguf_types.dequant import GGUF_CODES, half, nibbles, scales_and_minima
 from swarm_kernels.ops.base.codebook_linear import (
     GROUP_SIZE,
     CodedWeights,

@@ -13,9 +13,9 @@ from typing import Annotated, Any
 import base58
 import msgspec
 from msgspec import Meta
-from multiaddr import Multiaddr
 
 from swarm.errors import UNDECODABLE, UsageError
+from swarm.net.base import multiaddr
 
 PREFIX = "swarm1"
 VERSION = 1
@@ -73,7 +73,7 @@ def parse(token: str) -> Invite:
         raise UsageError("the invitation is for another version of swarm; update, or ask for a new one")
     try:
         packed = _decode(data[1:])
-        peers = tuple(str(Multiaddr(peer)) for peer in packed.peers)
+        peers = tuple(multiaddr.from_bytes(peer) for peer in packed.peers)
     except (*UNDECODABLE, ValueError) as error:
         raise UsageError(f"the invitation makes no sense: {error}") from None
     invite = Invite(peers, packed.model, packed.network, packed.secret)
@@ -86,10 +86,9 @@ def parse(token: str) -> Invite:
 
 def _to_bytes(peer: str) -> bytes:
     try:
-        address = Multiaddr(peer)
-        names = [protocol.name for protocol in address.protocols()]
+        names = multiaddr.protocols(peer)
     except ValueError as error:
         raise UsageError(f"'{peer}' is not a multiaddr: {error}") from None
     if not names or names[-1] != "p2p":
         raise UsageError(f"'{peer}' does not say which peer it is; it must end in /p2p/<peer id>")
-    return bytes(address.to_bytes())
+    return multiaddr.to_bytes(peer)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from swarm.config import ClientConfig, NodeConfig, load
 from swarm.errors import UsageError
-from swarm.invite import MAX_PEERS, PREFIX, Invite, parse
+from swarm.net.discovery.invite import MAX_PEERS, PREFIX, Invite, parse
 
 PEER = "12D3KooWCWWNvXQTfegbM1UbbmC6bXmXcGbBzvnbA2Cg6Uf1uAV5"
 ADDRESSES = (
