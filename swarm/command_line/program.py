@@ -1,12 +1,16 @@
-"""How every program is set up: its version, and the flags for help."""
+"""How every program is set up: its version, the flags for help, and what is said where packages are missing."""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Annotated, Any
 
 import typer
 
 from swarm import __version__
+from swarm.extras import NODE_PACKAGES, needs
 
 SETTINGS: dict[str, Any] = {
     "pretty_exceptions_enable": False,
@@ -30,3 +34,17 @@ Version = Annotated[
 
 def options_of_all(version: Version = False) -> None:
     """Register with `app.callback()` in a program of several commands."""
+
+
+@contextmanager
+def packages_of_nodes(name: str) -> Iterator[None]:
+    """In a program that cannot do without them: one sentence if one is missing."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package not in NODE_PACKAGES:
+            raise
+        missing = needs(package, "it")
+        sys.stderr.write(f"{name}: {missing}\n")
+        raise SystemExit(missing.exit_code) from None

@@ -14,7 +14,7 @@ import pytest
 from swarm.config import NodeConfig
 from swarm.net.dht.directory import DhtDirectory
 from swarm.net.discovery.autonat import ReachabilityReport
-from swarm.net.discovery.invite import Invite, parse
+from swarm.net.discovery.invite import MAX_PEERS, Invite, parse
 from swarm.net.libp2p.options import HostOptions
 from swarm.net.security.identity import Identity
 from swarm.net.security.swarm_secret import SwarmSecret
@@ -164,8 +164,12 @@ def test_doctor_exits_with_2_and_invite_prints_a_token() -> None:
 def test_addresses_in_an_invitation() -> None:
     public, private, loopback = (f"/ip4/{host}/tcp/1/p2p/{PEER}" for host in ("8.8.8.8", "10.0.0.1", "127.0.0.1"))
     direct, circuit = f"/ip4/8.8.8.8/tcp/2/tls/p2p/{PEER}", f"{public}/p2p-circuit/p2p/{PEER}"
-    assert invite.shareable((loopback, direct, private, circuit, public)) == (public, circuit, private)
-    assert invite.shareable((loopback, direct)) == (loopback,)
+    at_home = f"/ip4/127.0.0.1/tcp/2/tls/p2p/{PEER}"
+    assert invite.shareable((loopback, direct, at_home, private, circuit, public)) == (public, circuit, private, direct)
+    assert invite.shareable((at_home, public)) == (public,), "nobody else reaches a loopback address"
+    assert invite.shareable((loopback, at_home)) == (loopback, at_home)
+    many = tuple(f"/ip4/8.8.8.{i}/tcp/{i}{tls}/p2p/{PEER}" for i in range(1, 9) for tls in ("", "/tls"))
+    assert len(invite.shareable(many)) == invite.MAX_ADDRESSES + invite.MAX_DIRECT <= MAX_PEERS
     config = NodeConfig(secret=SECRET)
     assert parse(invite.how_to_join(config, "m", (public,)).split()[-1]).secret == SECRET
     assert invite.how_to_join(NodeConfig(), "m", (loopback, public)) == f"others join with --peer {public}"

@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-import uvloop
 
-from swarm.command_line import program
+from swarm.command_line import event_loop, program
 from swarm.command_line.old_flags import CommandWithOldNames
 from swarm.config import ClientConfig, env_value, split_list
 from swarm.errors import SwarmError, UsageError
@@ -142,9 +141,9 @@ def run(
         if prompt is None:
             from swarm_client.cli.repl import interact  # the terminal's libraries are not needed for --prompt
 
-            uvloop.run(interact(settings, system, options))
+            event_loop.run(interact(settings, system, options))
         else:
-            uvloop.run(answer_once(settings, prompt, OneShotRequest(system, options, as_json)))
+            event_loop.run(answer_once(settings, prompt, OneShotRequest(system, options, as_json)))
     except SwarmError as error:
         _fail(error, as_json)
     except KeyboardInterrupt:

@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-import uvloop
 
-from swarm.command_line import program
+from swarm.command_line import event_loop, program
 from swarm.command_line.old_flags import CommandWithOldNames
 from swarm.config import GatewayConfig
 from swarm.errors import SwarmError, UsageError
@@ -133,7 +132,7 @@ def start(config: GatewayConfig) -> None:
         _report_ready(address, names, config)
 
     with listener:
-        uvloop.run(http_server(create_app(gateway, connect), ready).serve([listener]))
+        event_loop.run(http_server(create_app(gateway, connect), ready).serve([listener]))
 
 
 def _report_ready(address: str, models: list[str], config: GatewayConfig) -> None:

@@ -19,8 +19,8 @@ from typing import Any
 
 import psutil
 import typer
-import uvloop
 
+from swarm.command_line import event_loop
 from swarm.errors import SwarmError
 
 PR_SET_PDEATHSIG = 1
@@ -51,7 +51,7 @@ def run(main: Callable[[asyncio.Event], Coroutine[Any, Any, None]]) -> None:
             loop.add_signal_handler(number, on_signal)
         await main(stop)
 
-    runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
+    runner = asyncio.Runner(loop_factory=event_loop.new_event_loop)
     try:
         runner.run(supervised())
     except asyncio.CancelledError:

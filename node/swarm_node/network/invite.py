@@ -44,13 +44,16 @@ def shareable(addresses: Sequence[str]) -> tuple[str, ...]:
 
     Loopback only if there is no other.
     """
-    direct = [address for address in addresses if is_direct(address)]
-    return (*_best(libp2p_addresses(addresses), MAX_ADDRESSES), *_best(direct, MAX_DIRECT))
+    libp2p, direct = libp2p_addresses(addresses), tuple(filter(is_direct, addresses))
+    outside = _best(libp2p, MAX_ADDRESSES)
+    if outside:
+        return (*outside, *_best(direct, MAX_DIRECT))
+    return (*libp2p[:MAX_ADDRESSES], *(_best(direct, MAX_DIRECT) or direct[:MAX_DIRECT]))
 
 
 def _best(addresses: Sequence[str], count: int) -> list[str]:
-    outside = [address for address in addresses if _rank(address) < _LOOPBACK]
-    return sorted(outside or addresses, key=_rank)[:count]
+    """Without loopback."""
+    return sorted((address for address in addresses if _rank(address) < _LOOPBACK), key=_rank)[:count]
 
 
 def show(invite: Invite, as_json: bool) -> None:
