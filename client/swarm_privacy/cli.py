@@ -96,7 +96,8 @@ def _read(path: Path) -> str:
 
 
 def main() -> None:
-    app()
+    with program.packages_of_nodes("swarm-privacy"):
+        app()
 
 
 if __name__ == "__main__":

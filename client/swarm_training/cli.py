@@ -164,7 +164,8 @@ def _print(line: str) -> None:
 
 def main() -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    app()
+    with program.packages_of_nodes("swarm-draft"):
+        app()
 
 
 if __name__ == "__main__":

@@ -141,8 +141,8 @@ def ask(address: str, body: dict[str, Any]) -> dict[str, Any]:
         (("swarm_node", "join"), "swarm-node: it needs psutil"),
         (("swarm_client", "--prompt", "hi", "--local-layers", "1:1"), "--local-layers"),
         (("swarm_client", "--prompt", "hi", "--drafter", "smollm2-135m"), "a drafter on this machine needs torch"),
-        (("swarm_privacy", "measure", "--text", __file__, "--train", __file__), "swarm-privacy: it needs"),
-        (("swarm_training", "eval"), "swarm-draft: it needs torch"),
+        (("swarm_privacy.cli", "measure", "--text", __file__, "--train", __file__), "swarm-privacy: it needs"),
+        (("swarm_training.cli", "eval"), "swarm-draft: it needs torch"),
     ],
 )
 def test_what_needs_more_says_what_to_install(

@@ -23,6 +23,7 @@ from doc_blocks import ROOT, Command
 BIN = Path(sys.executable).parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 SCRIPTS: dict[str, str] = PROJECT["project"]["scripts"]
+BEHIND = {"swarm-node": "swarm_node.commands.cli"}  # what its script imports, unless its packages are missing
 SCRIPT_FOLDERS = ("benchmarks", "examples", "tests")
 SET_UP = ("apt", "apt-get", "cd", "curl", "export", "git", "pip", "source", "sudo", ".")  # no program of ours
 TOOLS = ("mypy", "ruff", "systemctl", "kill")  # checked by their own projects
@@ -37,7 +38,7 @@ def environment(more: dict[str, str]) -> dict[str, str]:
 @functools.cache
 def program(name: str) -> Any:
     """The click command behind one of our console scripts: what `pyproject.toml` names, before it runs."""
-    module = importlib.import_module(SCRIPTS[name].partition(":")[0])
+    module = importlib.import_module(BEHIND.get(name) or SCRIPTS[name].partition(":")[0])
     return typer.main.get_command(module.app)
 
 
