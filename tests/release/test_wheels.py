@@ -13,8 +13,10 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 from swarm import __version__
+from swarm.extras import NODE_PACKAGES
 from swarm_kernels.ops.cpu import build, compile
 
 ROOT = Path(__file__).parents[2]
@@ -59,6 +61,20 @@ def test_the_wheel_without_compiled_parts_has_everything_else(pure_wheel: Path) 
     assert wanted - there == set()
     assert not [name for name in there if name.endswith(".so")]
     assert f"swarm_llm-{__version__}.dist-info/licenses/LICENSE" in there
+
+
+@pytest.mark.slow
+def test_a_client_needs_no_package_of_nodes(pure_wheel: Path) -> None:
+    with zipfile.ZipFile(pure_wheel) as wheel:
+        lines = wheel.read(f"swarm_llm-{__version__}.dist-info/METADATA").decode().splitlines()
+    required = [Requirement(line.removeprefix("Requires-Dist: ")) for line in lines if line.startswith("Requires-Dist")]
+    base = {one.name for one in required if one.marker is None or one.marker.evaluate({"extra": "client"})}
+    node = {one.name for one in required if one.marker is not None and one.marker.evaluate({"extra": "node"})}
+    assert node - base >= NODE_PACKAGES
+    assert not base & NODE_PACKAGES
+    assert {"client", "node", "gpu", "libp2p", "dev"} == {
+        line.removeprefix("Provides-Extra: ") for line in lines if line.startswith("Provides-Extra")
+    }
 
 
 @pytest.mark.slow
