@@ -98,7 +98,7 @@ def _distances(ours: torch.Tensor, theirs: torch.Tensor) -> Numbers:
     kept = size <= np.quantile(size, 1 - OUTLIERS, axis=1, keepdims=True)
     apart, one, other = (np.linalg.norm(values * kept, axis=1) for values in (a - b, a, b))
     found: Numbers = apart / np.minimum(one, other)
-    assert abs(found[0] - row_distance(ours[0], theirs[0])) < 1e-9  # one definition
+    assert abs(found[0] - row_distance(ours[0].float().numpy(), theirs[0].float().numpy())) < 1e-9  # one definition
     return found
 
 

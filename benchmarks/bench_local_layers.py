@@ -23,7 +23,7 @@ from virtual_clock import run
 from swarm.config import DEFAULT_MODEL
 from swarm.testing.memory_network import LinkModel
 from swarm.types import Hop
-from swarm_client.home.ends import weight_bytes
+from swarm_client.home.served_ends import weight_bytes
 from swarm_kernels.calibration.span_steps import step_cost
 from swarm_kernels.device.device import parse_dtype
 from swarm_kernels.models.open import open_model

@@ -140,7 +140,7 @@ class MultiTransport:
         direct = [endpoint.address(self.peer) for endpoint in advertised(bound, own)]
         return (*own[:1], *direct, *self._relayed, *own[1:])
 
-    async def dial(self, peer: PeerId, addresses: Sequence[str] = ()) -> Connection:
+    async def dial(self, peer: PeerId, addresses: Sequence[str] = ()) -> FramedStream:
         direct = tuple(address for address in addresses if is_direct(address)) if self._direct is not None else ()
         others = tuple(address for address in addresses if not is_direct(address))
         attempts = [partial(self._dial_directly, peer, direct)] if direct else []
