@@ -23,7 +23,7 @@ from swarm.net.base.half_open import HandshakePolicy
 from swarm.net.base.happy_eyeballs import staggered_race
 from swarm.net.base.tasks import TaskSet
 from swarm.net.base.tls_addresses import advertised, is_direct, is_relayed, listen_ip
-from swarm.net.base.transport import Connection, Handler, OnUpgrade, TransportPolicy
+from swarm.net.base.transport import Handler, OnUpgrade, TransportPolicy
 from swarm.net.discovery.autonat import AutoNatServer, ReachabilityReport, probe
 from swarm.net.libp2p.options import HostOptions
 from swarm.net.security.identity import Identity
