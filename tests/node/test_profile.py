@@ -30,7 +30,8 @@ ADDED = StageTimes(steps=4, rows=8, total=40.0, queue=4.0, plan=2.0, kernels=20.
 
 
 def node(times: StageTimes, pid: int = 7, tokens: int = 0) -> NodeMetrics:
-    return msgspec.structs.replace(metrics(tokens=tokens), times=times, pid=pid, start=10 * (pid - 7), end=10 * (pid - 6))
+    start = 10 * (pid - 7)
+    return msgspec.structs.replace(metrics(tokens=tokens), times=times, pid=pid, start=start, end=start + 10)
 
 
 def test_stages_add_up_to_the_whole() -> None:
@@ -62,7 +63,8 @@ def test_the_table_has_a_row_a_node_and_what_lies_between_them() -> None:
     first, second = (line for line in text.splitlines() if "mine" in line)
     assert "0:10" in first
     assert "10:20" in second
-    assert ["1.00", "0.50", "5.00", "1.50", "1.00", "1.00", "10.00"] == [c.strip() for c in first.split("│")[5:12]]
+    shown = [cell.strip() for cell in first.split("│")[5:12]]
+    assert shown == ["1.00", "0.50", "5.00", "1.50", "1.00", "1.00", "10.00"]
     assert "20.00 ms in all, one every 25.00 ms" in text
     assert "the other 5.00 ms" in text
 
