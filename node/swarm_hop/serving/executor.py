@@ -69,6 +69,8 @@ class StepOutcome:
     queue_ms: float
     compute_ms: float
     sessions: int = 1
+    plan_ms: float = 0.0  # as `compute_ms`, of the whole batch
+    handover_ms: float = 0.0
 
 
 @dataclass(slots=True, eq=False)
@@ -226,6 +228,7 @@ class Executor:
                 self._run(self._under_way[-1])
             return
         self._gather_until = None
+        started = self._clock()
         try:
             compute = self._engine.prepare(batch)
         except SwarmError as error:
@@ -239,7 +242,8 @@ class Executor:
             _fail(batch, ResourceError(f"this batch could not be planned: {error}"))
             self._schedule()
             raise
-        self._under_way.append(_Batch(batch, compute, len(batch[0].span), self._clock()))
+        now = self._clock()
+        self._under_way.append(_Batch(batch, compute, len(batch[0].span), now, plan_ms=(now - started) * 1e3))
         self._run(self._under_way[-1])
 
     def _overtaken(self, batch: _Batch) -> bool:
@@ -277,6 +281,7 @@ class Executor:
             layers = self._scheduler.layers_at_once(batch.steps, self._clock())
             parts = batch.begin(max(layers, self._engine.min_layers(batch.steps[0].span)))
             batch.stop_at = self._stop_at(batch)
+        batch.begun = self._clock()
         self._running = self._device.run_parts(parts)
         self._running.add_done_callback(partial(self._finish, batch))
 
@@ -292,6 +297,7 @@ class Executor:
         else:
             ran, compute_ms = running.result()
             batch.compute_ms += compute_ms
+            batch.handover_ms += max(0.0, (self._clock() - batch.begun) * 1e3 - compute_ms)
             if ran.outputs is None:
                 batch.pauses += 1
             else:
@@ -306,7 +312,9 @@ class Executor:
 
     def _complete(self, batch: _Batch, outputs: Sequence[StepOutput | SwarmError]) -> None:
         now, steps = self._clock(), batch.steps
-        paused_ms = max(0.0, (now - batch.started) * 1e3 - batch.compute_ms) if batch.pauses else 0.0
+        paused_ms = (
+            max(0.0, (now - batch.started) * 1e3 - batch.compute_ms - batch.handover_ms) if batch.pauses else 0.0
+        )
         self._scheduler.settle(steps, batch.compute_ms)
         alive = (step for step in steps if not step.session.closed)  # it may have ended while its step was computed
         sessions = max(1, self._scheduler.completed(alive, batch.compute_ms / 1e3, now))
@@ -315,7 +323,9 @@ class Executor:
                 _fail([step], output)
             elif not step.done.done():
                 queue_ms = (batch.started - step.entered) * 1e3 + paused_ms
-                step.done.set_result(StepOutcome(output, queue_ms, batch.compute_ms, sessions))
+                step.done.set_result(
+                    StepOutcome(output, queue_ms, batch.compute_ms, sessions, batch.plan_ms, batch.handover_ms)
+                )
         self._observe(BatchStats.of(steps, batch.compute_ms))
 
 

@@ -48,6 +48,9 @@ class InterruptibleBatch(Generic[Work, Out]):
     stop_at: float = math.inf  # ... after which it pauses
     pauses: int = 0
     compute_ms: float = 0.0
+    plan_ms: float = 0.0
+    handover_ms: float = 0.0  # to the device's thread and back
+    begun: float = 0.0  # when the last of its parts was handed to the device
     final: bool = False
 
     @property

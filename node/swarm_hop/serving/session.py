@@ -76,6 +76,7 @@ class InboundStep:
     body: Buffer
     tokens: StepTokens | None = None
     masks: Sequence[TokenMask | None] = ()
+    arrived_s: float = 0.0  # its frame, by `time.perf_counter`
 
 
 @dataclass(slots=True, eq=False)

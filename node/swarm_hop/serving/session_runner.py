@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -18,6 +19,7 @@ from swarm.config import Limits
 from swarm.errors import ConnectionLost, NetworkError, OutOfMemory, PeerUnreachable, ProtocolError
 from swarm.messages import Reroute, SessionFailed, SessionOpened, Step, StepResult, WireLogprobs
 from swarm.planner.scheduling.fair_shares import Share
+from swarm.planner.scheduling.stage_times import StageTimes
 from swarm.tap_messages import TapRows
 from swarm_hop.auditing.audit_replies import AuditReplies
 from swarm_hop.serving.activation_log import ActivationLog
@@ -46,6 +48,21 @@ class Counters:
     kv_transferred: int = 0  # tokens whose KV cache came from a node that left
     protocol_errors: int = 0
     last_errors: list[str] = field(default_factory=list)
+    times: StageTimes = field(default_factory=StageTimes)
+
+    def took(self, rows: int, outcome: StepOutcome, send_s: float, total_s: float) -> None:
+        """A step has run; `total_s`: since its frame came."""
+        queue_ms = max(0.0, outcome.queue_ms - outcome.plan_ms)  # a batch waits for its plan as well
+        self.times += StageTimes(
+            steps=1,
+            rows=rows,
+            total=total_s * 1e3,
+            queue=queue_ms,
+            plan=outcome.plan_ms,
+            kernels=outcome.compute_ms,
+            handover=outcome.handover_ms,
+            send=send_s * 1e3,
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -127,8 +144,11 @@ class SessionRunner:
         self.audits.record(session, step, arrival.body, output.body, output.tokens, output.margins)
         if not session.tail:
             self.logs.append(session.key, step, outcome.output.body)
+        computed_s = time.perf_counter()
         if not session.is_replay(step):
             await self._deliver(session, arrival.step, outcome)
+        sent_s = time.perf_counter()
+        self.counters.took(step.rows, outcome, sent_s - computed_s, sent_s - arrival.arrived_s)
 
     async def _compute(self, session: HopSession, served_span: ServedSpan, step: Step, body: Buffer) -> StepOutcome:
         """Run a step that was admitted, in pieces while others wait for the device."""

@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import time
 from collections.abc import Callable, Sequence
 from types import TracebackType
 
@@ -280,7 +281,7 @@ class SessionServer:
             return  # its client was notified
         session.active_s = _loop_time()
         try:
-            session.arrive(connection.peer, InboundStep(step, body))
+            session.arrive(connection.peer, InboundStep(step, body, arrived_s=time.perf_counter()))
         except ProtocolError as error:
             if session.allows(connection.peer):
                 self._fail(session, error)

@@ -65,6 +65,8 @@ def join(pieces: Sequence[StepOutcome]) -> StepOutcome:
         sum(piece.queue_ms for piece in pieces),
         sum(piece.compute_ms for piece in pieces),
         max(piece.sessions for piece in pieces),
+        sum(piece.plan_ms for piece in pieces),
+        sum(piece.handover_ms for piece in pieces),
     )
 
 

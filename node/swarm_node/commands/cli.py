@@ -149,6 +149,18 @@ def top(
         run(lambda stop: show(known.peers, named, stop, once, as_json, known.secret, known.libp2p_impl))
 
 
+@app.command()
+def profile(
+    seconds: Annotated[float, typer.Option(min=0.1, max=3600.0, help="How long to look.")] = 10.0,
+    as_json: flags.Json = False,
+) -> None:
+    """Where the time of steps goes on the nodes of this machine, while somebody uses them: kernels, waiting, wire."""
+    with exit_on_error(as_json):
+        from swarm_node.commands.profile import show
+
+        run(lambda stop: show(seconds, stop, as_json))
+
+
 def _swarm_asked_for(
     peer: list[str] | None, model: str | None, invite: str | None, libp2p: str | None
 ) -> tuple[ClientConfig, str | None]:

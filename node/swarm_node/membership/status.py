@@ -142,4 +142,5 @@ class NodeStatus:
             owner_sessions=sum(share.first for share in shares),
             favored_sessions=sum(share.weight > 1.0 for share in shares),
             contributors=len(self.accounts.contributors),
+            times=counters.times,
         )

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import msgspec
 
+from swarm.planner.scheduling.stage_times import StageTimes
+
 
 class NodeMetrics(msgspec.Struct, frozen=True, kw_only=True):
     """Counts are since the start; times in the unit that the name ends with."""
@@ -49,3 +51,4 @@ class NodeMetrics(msgspec.Struct, frozen=True, kw_only=True):
     owner_sessions: int = 0  # before all others
     favored_sessions: int = 0  # with a weight above 1, since their nodes have worked for clients of this machine
     contributors: int = 0  # such nodes, by what this machine's clients have measured
+    times: StageTimes = StageTimes()  # of the steps, by stage
