@@ -93,5 +93,14 @@ async def test_a_departing_node_transfers_keys_that_layers_share(kind: str, vict
         answer, _, _ = await answer_with(client, leaver(swarm, victim), 9, prompt(37))
         assert list(answer.token_ids) == truth(kind)
         assert sum(node.service.counters.kv_transferred for node in swarm.nodes.values()) > 0
-        await asyncio.sleep(1)
+        await asyncio.sleep(6.0)
         await assert_clean(swarm)
+
+
+@pytest.mark.parametrize("options", [{"local_layers": "1:1"}, {"trust": ("Q" * 46,)}], ids=["local layers", "trust"])
+@virtual_time
+async def test_what_would_hide_nothing_is_refused(options: dict[str, Any]) -> None:
+    async with swarm_of(KINDS[0], 1) as swarm:
+        with pytest.raises(UsageError, match="would hide nothing"):
+            async with swarm.client(**options):
+                raise AssertionError("it took part")

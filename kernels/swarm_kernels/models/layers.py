@@ -16,7 +16,9 @@ HEAD = "lm_head.weight"
 _LAYER = re.compile(r"(?:^|\.)(?:layers|blocks|h)\.(\d{1,6})\.")
 _MTP = re.compile(r"(?:^|\.)mtp(?:_layers)?\.")
 _PER_LAYER_TABLE = "embed_tokens_per_layer"
-_INPUT = re.compile(r"embed_tokens|embed_in|wte|wpe|embeddings?\.")
+_INPUT = re.compile(
+    r"embed_tokens|embed_in|wte|wpe|embeddings?\.|(?:^|\.)(?:per_layer_(?:model_)?projection(?:_norm)?|altup_projections)\."
+)
 _FINAL = re.compile(r"(?:^|\.)(?:lm_head|embed_out|output|score)\.")
 
 

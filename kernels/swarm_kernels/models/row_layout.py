@@ -150,18 +150,17 @@ def _kv_shape(read: ConfigReader, layer: int, kind: str) -> tuple[int, int]:
     heads, dim = read.size("num_key_value_heads", _KV_HEADS[read.model_type]), read.size("head_dim", 256)
     if read.model_type != "gemma4_text":
         return heads, dim
+    own: Any = {}
     by_layer = read.get("per_layer_config")
-    if by_layer is None:
-        own: Mapping[str, Any] = {}
-        if kind == _FULL:
-            own = {"head_dim": read.size("global_head_dim", 512)}
-            if read.flag("attention_k_eq_v", False) and read.get("num_global_key_value_heads") is not None:
-                own = {**own, "num_key_value_heads": read.size("num_global_key_value_heads")}
-    elif isinstance(by_layer, Mapping) and len(by_layer) <= MAX_LAYERS:
+    if isinstance(by_layer, Mapping) and len(by_layer) <= MAX_LAYERS:
         own = by_layer.get(str(layer), by_layer.get(layer, {}))
-    else:
-        own = {"per_layer_config": by_layer}
+    elif by_layer is not None:
+        own = by_layer
+    elif kind == _FULL:
+        own = {"head_dim": read.size("global_head_dim", 512)}
+        if read.flag("attention_k_eq_v", False) and read.get("num_global_key_value_heads") is not None:
+            own["num_key_value_heads"] = read.size("num_global_key_value_heads")
     if not isinstance(own, Mapping):
-        raise CorruptModel(f"{read.where}: per_layer_config is {brief(by_layer)}")
+        raise CorruptModel(f"{read.where}: per_layer_config is {brief(by_layer)}, not the sizes of layers")
     layers = ConfigReader({"model_type": read.model_type, **own}, read.where)
     return layers.size("num_key_value_heads", heads), layers.size("head_dim", dim)
