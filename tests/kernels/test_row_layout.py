@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from tiny_models import ModelTensors
-from zoo.compare import text
+from tiny_models import ModelTensors, hf_logits
+from zoo.compare import Pieces, text
 from zoo.families import FAMILIES
 from zoo.shrink import LAYERS, VOCABULARY, tiny_config
 from zoo.weights import random_model
@@ -138,6 +138,42 @@ def test_only_the_first_span_reads_the_table_and_only_rows_of_it(folder: Path) -
             assert file.bytes_read - before == 3 * row
     assert table > 100 * row
     source.close()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", [GEMMA_3N, GEMMA_4])
+def test_the_text_decoder_of_a_multimodal_checkpoint_is_the_same_model(name: str, tmp_path: Path) -> None:
+    """As released: the decoder's tensors under `model.language_model`, beside those of other parts."""
+    kind, changes = FAMILIES[name]
+    model = random_model(tiny_config(kind, **changes))
+    other = {"model.vision_tower.embed.weight": torch.zeros(3, 3)}
+    for folder, prefix, more in (("text", "model.", {}), ("whole", "model.language_model.", other)):
+        own = {key: tensor.clone() for key, tensor in model.state_dict().items() if key != "lm_head.weight"}
+        tensors = {key.replace("model.", prefix, 1): tensor for key, tensor in own.items()} | more
+        (tmp_path / folder).mkdir()
+        save_file(tensors, tmp_path / folder / "model.safetensors")
+    config = model.config.to_dict()
+    whole = {
+        "model_type": kind.removesuffix("_text"),
+        "text_config": config,
+        "vision_config": {},
+        "eos_token_id": [7, 9],
+    }
+    (tmp_path / "text" / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    (tmp_path / "whole" / "config.json").write_text(json.dumps(whole), encoding="utf-8")
+    alone, found = SafetensorsSource(tmp_path / "text"), SafetensorsSource(tmp_path / "whole")
+    assert found.names() == alone.names()
+    assert found.config.rows == alone.config.rows
+    words = text(20, 2, VOCABULARY)
+    ours, theirs = (_logits(source, words) for source in (found, alone))
+    assert torch.equal(ours, theirs)
+    assert (ours - hf_logits(model, words)).abs().max() < 1e-3
+    alone.close()
+    found.close()
+
+
+def _logits(source: SafetensorsSource, words: list[int]) -> torch.Tensor:
+    return Pieces(source).chain((1, 3)).run(StepRequest(b"a", 0, len(words)), words)
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -91,6 +91,10 @@ class KVCacheManager:
         """The live tree slots of a session."""
         return self._get(session).tree.keys()
 
+    def shares(self, layer: int) -> bool:
+        """Whether the span's `layer`-th layer has the keys and values of an earlier one."""
+        return self.page_of[layer] is not None and self.page_of[layer] in self.page_of[:layer]
+
     # --- sessions -----------------------------------------------------------------------------------------------
 
     def open(self, session: SessionKey, max_tokens: int) -> None:

@@ -28,6 +28,21 @@ _SAME_AS = {"mimo": "qwen2"}
 """Types without a class in transformers whose layers are another type's (MiMo-7B, beside its MTP layers)."""
 
 
+_WITH_TEXT_PART = frozenset({"gemma3n", "gemma4"})
+"""Multimodal types whose text decoder is served, for texts."""
+
+_SHARED_FIELDS = ("tie_word_embeddings", "eos_token_id", "bos_token_id", "pad_token_id", "quantization_config")
+
+
+def text_part(hf: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The config of the text decoder of a multimodal model whose text part is served; of other models, theirs."""
+    text = hf.get("text_config")
+    if hf.get("model_type") not in _WITH_TEXT_PART or not isinstance(text, Mapping):
+        return hf
+    outer = {key: hf[key] for key in _SHARED_FIELDS if hf.get(key) is not None}
+    return {"model_type": f"{hf['model_type']}_text", **outer, **text}
+
+
 def model_config(
     hf: Mapping[str, Any],
     generation: Mapping[str, Any] | None = None,

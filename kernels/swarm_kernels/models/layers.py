@@ -15,6 +15,7 @@ from swarm_kernels.models.config import ModelConfig
 HEAD = "lm_head.weight"
 _LAYER = re.compile(r"(?:^|\.)(?:layers|blocks|h)\.(\d{1,6})\.")
 _MTP = re.compile(r"(?:^|\.)mtp(?:_layers)?\.")
+_TEXT_PART = "model.language_model."
 _PER_LAYER_TABLE = "embed_tokens_per_layer"
 _INPUT = re.compile(
     r"embed_tokens|embed_in|wte|wpe|embeddings?\.|(?:^|\.)(?:per_layer_(?:model_)?projection(?:_norm)?|altup_projections)\."
@@ -49,6 +50,13 @@ def is_beyond(name: str, num_layers: int) -> bool:
 def is_embedding(name: str) -> bool:
     """Whether a tensor outside all layers is part of the input embedding."""
     return bool(_INPUT.search(name))
+
+
+def in_text_part(name: str) -> str | None:
+    """The name that a tensor of a multimodal model has in its text decoder alone; None for one of another part."""
+    if name.startswith(_TEXT_PART):
+        return f"model.{name.removeprefix(_TEXT_PART)}"
+    return name if name == HEAD else None
 
 
 def is_looked_up(name: str) -> bool:

@@ -305,8 +305,7 @@ def _attend(
     cache, visibility = batch.cache, batch.visibility[layer]
     assert cache is not None
     k_blocks, v_blocks = cache.k[layer], cache.v[layer]
-    shares = batch.shared is not None and cache.page_of[layer] in cache.page_of[:layer]
-    metadata = batch.shared if shares and batch.shared is not None else batch.metadata
+    metadata = batch.shared if batch.shared is not None and cache.shares(layer) else batch.metadata
     return dispatch.attend(
         q, k, v, k_blocks, v_blocks, metadata, scale, visibility.window, softcap, visibility.chunk, sinks
     )

@@ -162,9 +162,9 @@ def _ours(
     cache: KVCacheManager,
     visibility: list[Visibility],
 ) -> _Outputs:
-    page = layer - span.layers.start
-    if cache.page_of[page] in cache.page_of[:page]:  # the layer whose keys it shares, which does not run, would do it
-        dispatch.commit_tree_slots(cache.k[page], cache.v[page], metadata.copy_from, metadata.copy_to)
+    place = layer - span.layers.start
+    if cache.shares(place):  # the layer whose keys it shares, which does not run, would do it
+        dispatch.commit_tree_slots(cache.k[place], cache.v[place], metadata.copy_from, metadata.copy_to)
     with _attention_outputs(span, layer) as captured:
         out = span.run_layers(hidden, metadata, cache, layer, layer + 1, tuple(visibility))
     return _Outputs(captured[0], out[:, : span.config.rows.states])

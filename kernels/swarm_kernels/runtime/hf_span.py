@@ -150,7 +150,7 @@ class HfSpan:
         hidden = hidden.to(device=self.device, dtype=self.compute_dtype)
         if metadata.rows == 0:
             for layer in range(first - self.layers.start, last - self.layers.start):
-                if self._pages[layer] is not None and self._pages[layer] not in self._pages[:layer]:
+                if self._pages[layer] is not None and not cache.shares(layer):
                     dispatch.commit_tree_slots(cache.k[layer], cache.v[layer], metadata.copy_from, metadata.copy_to)
             return hidden.new_empty(0, self.config.rows.width(last))
         return self.run_layers(hidden, metadata, cache, first, last, self.visibility)

@@ -99,7 +99,8 @@ def _check_layer_kinds(kind: str, hf: Any, *, wide: bool) -> None:
             f"models of type {kind} embed every token once more in each layer (hidden_size_per_layer_input), "
             "which a node without the tokens cannot do"
         )
-    if getattr(hf, "use_bidirectional_attention", False) or getattr(hf, "is_encoder_decoder", False):
+    both_ways = getattr(hf, "use_bidirectional_attention", False)
+    if both_ways not in (None, False, "vision") or getattr(hf, "is_encoder_decoder", False):
         raise UnsupportedModel(f"this model of type {kind} is not causal; only causal decoders are served")
 
 
