@@ -94,8 +94,7 @@ class RowLayout:
     @property
     def kv_elements(self) -> int:
         """Numbers that a token takes in the cache of one layer: there is room for those of any."""
-        heads, dims = zip(*self.kv_shapes, strict=True)
-        return 2 * math.lcm(*heads) * max(dims)
+        return 2 * math.lcm(*(heads for heads, _ in self.kv_shapes)) * max(dim for _, dim in self.kv_shapes)
 
 
 def row_layout(read: ConfigReader, num_layers: int, hidden_size: int) -> RowLayout | None:
