@@ -352,7 +352,7 @@ class SwarmClient:
     def _new_auditor(self, source: ModelSource, network: ClientNetwork, router: ChainRouter) -> Auditor:
         audits = self.config.audits
         rate = {"off": 0.0, "wait": 1.0}.get(audits, 0.0 if self.config.secret else AUDITS.rate)
-        shape = source.config.num_layers, source.config.hidden_size, source.config.context_length
+        shape = source.config.rows, source.config.context_length
         kept, ends = self._prefix_locations, self._ends
         return Auditor(router, network, self.config.limits, *shape, rate, prefix_locations=kept, ends=ends)
 

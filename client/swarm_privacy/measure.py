@@ -51,6 +51,8 @@ def measure(
 ) -> list[Leak]:
     """`span`: of the whole model. `training`, `text`: token ids, for the attacker and to be attacked. `searched`:
     tokens of `text` that forward search is tried on; the other attacks take all. Raises UsageError."""
+    if not span.config.rows.is_plain:
+        raise UsageError("rows of this model hold inputs of its layers, which are a token's own: they hide nothing")
     hidden_size = span.config.hidden_size
     if len(training) < MIN_TRAINING * hidden_size:
         raise UsageError(f"{len(training)} tokens to train on are too few; give {MIN_TRAINING * hidden_size} or more")

@@ -28,6 +28,7 @@ ARCHITECTURES = {
     "granitemoe": "GRANITE_MOE", "granitemoeshared": "GRANITE_MOE", "glm4": "GLM4", "glm4_moe": "GLM4_MOE",
     "olmo2": "OLMO2", "olmo3": "OLMO2", "olmoe": "OLMOE", "smollm3": "SMOLLM3", "llama4_text": "LLAMA4",
     "minimax_m2": "MINIMAXM2", "lfm2": "LFM2", "lfm2_moe": "LFM2MOE", "seed_oss": "SEED_OSS",
+    "phimoe": "PHIMOE", "mimo_v2_flash": "MIMO2",
 }  # fmt: skip
 _PERMUTED = ("llama", "mixtral", "granite", "granitemoe", "granitemoeshared", "smollm3")
 _SIGMOID, _SOFTMAX = gguf.ExpertGatingFuncType.SIGMOID, gguf.ExpertGatingFuncType.SOFTMAX
@@ -89,9 +90,12 @@ def _shared_parameters(writer: gguf.GGUFWriter, c: Config) -> None:
     latent = "kv_lora_rank" in c
     if c["model_type"].startswith("lfm2"):
         writer.add_head_count_kv([0 if kind == "conv" else c["num_key_value_heads"] for kind in c["layer_types"]])
+    elif c["model_type"] == "mimo_v2_flash":
+        heads = c["num_key_value_heads"]
+        writer.add_head_count_kv([heads * (1 + (kind == "sliding_attention")) for kind in c["layer_types"]])
     else:
         writer.add_head_count_kv(1 if latent else c["num_key_value_heads"])  # and all of them in older files
-    if c["model_type"] != "phi3":
+    if c["model_type"] not in ("phi3", "phimoe"):
         _rope_parameters(writer, c)
     writer.add_layer_norm_rms_eps(c["norm_eps"] if "norm_eps" in c else c["rms_norm_eps"])
     experts = c.get("num_local_experts") or c.get("num_experts") or c.get("n_routed_experts")
@@ -103,7 +107,7 @@ def _shared_parameters(writer: gguf.GGUFWriter, c: Config) -> None:
         writer.add_expert_group_used_count(c["topk_group"])
     if c.get("head_dim") is not None and not latent:
         writer.add_key_length(c["head_dim"])
-        writer.add_value_length(c["head_dim"])
+        writer.add_value_length(c["v_head_dim"] if c["model_type"] == "mimo_v2_flash" else c["head_dim"])
     writer.add_vocab_size(c["vocab_size"])
     writer.add_file_type(0)
     writer.add_eos_token_id(2)
@@ -155,8 +159,15 @@ def _parameters(w: gguf.GGUFWriter, kind: str, c: Config, split_latents: bool) -
         if c["final_logit_softcapping"]:
             w.add_final_logit_softcapping(c["final_logit_softcapping"])
         w.add_sliding_window(c["sliding_window"])
-    if kind == "phi3":
+    if kind in ("phi3", "phimoe"):
         _phi3_parameters(w, c)
+    if kind == "mimo_v2_flash":  # of a released config, which counts the tokens before a row
+        w.add_sliding_window(c["sliding_window"] - 1)
+        w.add_sliding_window_pattern([int(kind == "sliding_attention") for kind in c["layer_types"]])
+        w.add_expert_feed_forward_length(c["moe_intermediate_size"])
+        w.add_rope_dimension_count(int(head_dim * rope["full_attention"]["partial_rotary_factor"]))
+        w.add_float32(f"{w.arch}.attention.value_scale", c["attention_value_scale"])
+        w.add_nextn_predict_layers(0)
     if kind == "olmo3":
         w.add_sliding_window(c["sliding_window"])
         w.add_sliding_window_pattern([kind == "sliding_attention" for kind in c["layer_types"]])
@@ -187,7 +198,7 @@ def _parameters(w: gguf.GGUFWriter, kind: str, c: Config, split_latents: bool) -
 
 def _phi3_parameters(w: gguf.GGUFWriter, c: Config) -> None:
     rope = c["rope_parameters"]
-    original = rope.get("original_max_position_embeddings", c["original_max_position_embeddings"])
+    original = rope.get("original_max_position_embeddings") or c.get("original_max_position_embeddings", 4096)
     w.add_rope_scaling_orig_ctx_len(original)
     w.add_rope_dimension_count(
         int(rope.get("partial_rotary_factor", 1.0) * c["hidden_size"]) // c["num_attention_heads"]
@@ -295,7 +306,7 @@ def _modified(kind: str, c: Config, name: str, tensor: torch.Tensor, split_laten
         name += ".bias"
     if "conv.conv" in name:
         tensor = tensor.squeeze(1)
-    if name.endswith(".sinks"):
+    if name.endswith((".sinks", ".attention_sink_bias")):
         name += ".weight"
     if kind == "gpt_oss" and ".experts." in name:
         yield from _gpt_oss_experts(name, tensor)

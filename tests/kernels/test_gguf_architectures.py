@@ -44,6 +44,11 @@ _LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 5e5, "factor": 16.0, "low_freq_factor": 1.0, "high_freq_factor": 1.0,
     "original_max_position_embeddings": 8192,
 }  # fmt: skip
+_PHI_MOE = {
+    "rope_type": "longrope", "rope_theta": 1e4, "long_factor": [1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 4.5],
+    "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6, 1.7], "original_max_position_embeddings": 4096,
+    "short_mscale": 1.243163121016122, "long_mscale": 1.243163121016122,
+}  # fmt: skip
 _LATENT = {"num_key_value_heads": 4, "head_dim": 8}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("mixtral", {"sliding_window": None}),
@@ -88,6 +93,13 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "smollm3": ("smollm3", {}),
     "llama4": ("llama4_text", {"attention_chunk_size": 8192, "rope_parameters": _LLAMA3}),
     "minimax-m2": ("minimax_m2", {"rope_parameters": _HALF}),
+    "phimoe": ("phimoe", {"rms_norm_eps": 1e-5, "sliding_window": None}),
+    "phimoe, released": (
+        "phimoe",
+        {"attention_bias": True, "lm_head_bias": True, "max_position_embeddings": 1 << 17, "sliding_window": 1 << 17,
+         "rope_parameters": _PHI_MOE},
+    ),
+    "mimo2": ("mimo_v2_flash", {"head_dim": 24}),
     "lfm2": ("lfm2", {"block_auto_adjust_ff_dim": False}),
     "lfm2moe": ("lfm2_moe", {}),
 }  # fmt: skip
@@ -162,7 +174,7 @@ def test_every_name_is_one_of_llama_cpp() -> None:
         sources = {source for rule in read.rules for source in rule.sources}
         stems = {re.sub(r"\.(weight|bias)$", "", source) for source in sources}
         assert {"blk.{bid}." + stem for stem in stems} <= known, name
-        assert {edge.removesuffix(".weight") for edge in read.edges} <= known | {"output"}, name
+        assert {re.sub(r"\.(weight|bias)$", "", edge) for edge in read.edges} <= known | {"output"}, name
     assert {gguf.MODEL_ARCH_NAMES[gguf.MODEL_ARCH[arch]] for arch in ARCHITECTURES.values()} | {"mistral"} == set(READ)
 
 

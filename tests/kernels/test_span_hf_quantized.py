@@ -30,6 +30,7 @@ BITS = pytest.mark.parametrize("dtype", [torch.int8, INT4], ids=["int8", "int4"]
 MIXTURES = ("mixtral", "gpt_oss", "qwen2_moe", "qwen3_moe", "phimoe", "deepseek_v2", "deepseek_v3", "glm4_moe",
             "minimax_m2", "mimo_v2", "gemma4", "llama4")  # fmt: skip
 DENSE = ("llama, partial rotary", "glm4", "cohere2", "gpt2", "gpt_neox")
+WIDE = ("gemma3n, shared keys", "gemma4, shared keys")  # rows that are more than hidden states
 SOME = [pytest.param(name, marks=() if name in ("mixtral", "gpt_oss", "gpt2") else pytest.mark.slow)
         for name in (*MIXTURES, *DENSE)]  # fmt: skip
 NEAR = 0.05
@@ -43,7 +44,7 @@ def random_source(name: str) -> tuple[Any, ModelTensors]:
 
 
 @BITS
-@pytest.mark.parametrize("name", SOME)
+@pytest.mark.parametrize("name", [*SOME, *WIDE])
 @pytest.mark.filterwarnings("ignore")
 def test_spans_may_end_anywhere(name: str, dtype: torch.dtype) -> None:
     _, source = random_source(name)

@@ -24,10 +24,11 @@ from swarm_hop.serving.served_spans import SpanEngineApi
 from swarm_hop.serving.session import ActivationSpec
 from swarm_hop.serving.session_server import SessionServer
 from swarm_hop.serving.token_history import StepTokens
+from swarm_kernels.models.row_layout import RowLayout
 from swarm_kernels.sampling.grammar import GrammarState, TokenMask
 
 LAYERS = 6
-ROWS = ActivationSpec(num_layers=LAYERS, hidden_size=1, element_bytes=1, vocab_size=200, context_length=1 << 20)
+ROWS = ActivationSpec(RowLayout(1, LAYERS), element_bytes=1, vocab_size=200, context_length=1 << 20)
 SERVED = ModelId("toy", "hash", "fp32")
 LIMITS = Limits(max_sessions=4, max_sessions_per_peer=3, max_protocol_errors=3)
 
@@ -105,6 +106,9 @@ class ToyEngine:
 
     def unit_bytes(self, layer: int) -> int:
         return 4
+
+    def distinct_layers(self, layers: LayerSpan) -> Sequence[int]:
+        return list(layers)
 
     def import_blocks(self, key: int, tokens: int) -> None:
         if tokens > self.reserved[key]:

@@ -37,7 +37,7 @@ def rows_of(edge: int, machine: float) -> list[bytes]:
     return [f"{edge * 1000 + position + machine:.4f}".encode() for position in range(len(TEXT))]
 
 
-def distance(a: bytes, b: bytes) -> float:
+def distance(_layer: int, a: bytes, b: bytes) -> float:
     return abs(float(a) - float(b))
 
 

@@ -49,6 +49,7 @@ from swarm_client.session.session_messages import SessionSpec
 from swarm_client.trust.failures import AuditFailed
 from swarm_kernels.audit.row_distance import wire_distance
 from swarm_kernels.audit.wire_rows import row_bytes
+from swarm_kernels.models.row_layout import RowLayout
 
 logger = logging.getLogger(__name__)
 
@@ -92,8 +93,7 @@ class Auditor:
     router: ChainRouter
     network: ClientNetwork
     limits: Limits
-    num_layers: int
-    hidden_size: int
+    layout: RowLayout
     context_length: int
     rate: float
     policy: AuditPolicy = POLICY
@@ -277,15 +277,15 @@ class Auditor:
         return AuditResult(liars=liars, position=position, reason=why, evidence=evidence)
 
     def _compare(self, one: _Run, other: _Run, answer: _Answer) -> list[Comparison]:
-        def distance(a: bytes, b: bytes) -> float:
-            return wire_distance(a, b, answer.spec.dtype)
+        def distance(layer: int, a: bytes, b: bytes) -> float:
+            return wire_distance(a, b, answer.spec.dtype, self.layout.parts(layer))
 
         drafted = answer.drafted and not (one.replayed and other.replayed)
         home = self.home.layers if self.home is not None else None
         return compare(
             [report for report in one.reports if not is_home(report.peer)],
             [report for report in other.reports if not is_home(report.peer)],
-            self.num_layers if home is None else self.num_layers + 1,  # no tail: the client samples itself
+            self.layout.num_layers + (home is not None),  # no tail: the client samples itself
             distance,
             self.policy,
             dtype=answer.spec.dtype,
@@ -315,12 +315,12 @@ class Auditor:
 
     async def _report(self, session: InferenceSession, answer: _Answer) -> _Run:
         """Raises HopFailed, also for a report that cannot be right."""
-        size = row_bytes(self.hidden_size, answer.spec.dtype)
         signed: list[SignedReport] = []
         reports: list[HopReport] = []
         for hop, reply in zip(session.chain.hops, await session.audit(answer.positions), strict=True):
             try:
                 signed.append(signed_report(hop, reply, answer.positions))
+                size = row_bytes(self.layout.width(hop.end), answer.spec.dtype)
                 reports.append(hop_report(signed[-1], size, answer.text))
             except ProtocolError as error:
                 raise session.mark_failed(hop.peer, error) from None

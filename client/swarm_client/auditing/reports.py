@@ -5,7 +5,7 @@ Owns the check of a report's form and signature. Draws no conclusion.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from swarm.audit_messages import MARGIN_BYTES, AuditReport, margins_from_wire, signed_part
@@ -45,9 +45,9 @@ class Evidence:
         """Whether every report has the signature of its peer."""
         return all(report.signed_for(self.model) for chain in self.chains for report in chain)
 
-    def reports(self, chain: int, row_bytes: int) -> list[HopReport]:
-        """Of all hops of one of the chains. Raises ProtocolError."""
-        return [hop_report(report, row_bytes, self.tokens) for report in self.chains[chain]]
+    def reports(self, chain: int, row_bytes: Callable[[int], int]) -> list[HopReport]:
+        """Of all hops of one of the chains. `row_bytes`: of a row after a layer. Raises ProtocolError."""
+        return [hop_report(report, row_bytes(report.message.end), self.tokens) for report in self.chains[chain]]
 
 
 def signed_report(hop: Hop, reply: ReceivedMessage, positions: Collection[int]) -> SignedReport:
@@ -62,7 +62,7 @@ def signed_report(hop: Hop, reply: ReceivedMessage, positions: Collection[int]) 
 
 
 def hop_report(report: SignedReport, row_bytes: int, text: Sequence[int]) -> HopReport:
-    """`row_bytes`: of a hidden state on the wire. `text`: the audited one; a tail that samples its next token too finds
+    """`row_bytes`: of a row that the hop sends. `text`: the audited one; a tail that samples its next token too finds
     a margin of 0, whatever it says. Raises ProtocolError."""
     message, body = report.message, report.body
     known = (message.tokens - message.first) * DIGEST_BYTES

@@ -64,6 +64,11 @@ async def hold_ends(
     Raises UsageError, ModelError, OutOfMemory, NetworkError.
     """
     trusted = trusted_ends(config, network.pool.peer, source.config.hidden_size)
+    if not source.config.rows.is_plain and (trusted is not None or config.local_layers != NONE):
+        raise UsageError(
+            f"every hop of '{source.name}' gets inputs of its layers that say which token they are of, so that "
+            "--local-layers and --trust would hide nothing; leave them out"
+        )
     if config.local_layers == NONE:
         yield trusted
         return

@@ -155,7 +155,7 @@ def router_of(
         network.pool,
         dtype=config.dtype if home is None else home.dtype,
         weight_hash=source.weight_hash,
-        row_bytes=source.config.hidden_size * 4,  # at most, in fp32
+        row_bytes=source.config.rows.widest * 4,  # at most, in fp32
         wall_clock=network.wall_clock,
         memory=memory,
         rules=ChainRules(APART[config.apart], frozenset(config.trust)),

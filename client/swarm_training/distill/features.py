@@ -14,6 +14,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from swarm.errors import UsageError
 from swarm.types import LayerSpan
 from swarm_kernels.kvcache.cache import StepRequest
 from swarm_kernels.models.source import ModelSource
@@ -44,6 +45,8 @@ class Features:
     """States after the target's first `base` layers (0: the embedding); after all of them, with the final norm."""
 
     def __init__(self, source: ModelSource, base: int, device: torch.device) -> None:
+        if not source.config.rows.is_plain:
+            raise UsageError(f"rows of '{source.name}' are more than hidden states; no drafter is trained on them")
         self._source, self._base, self._device = source, base, device
         self._embedding = None if base else source.tensor(EMBEDDING).float()
         self._span: Span | None = None  # loaded when states are missing on disk

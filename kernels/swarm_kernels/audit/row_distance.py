@@ -6,7 +6,9 @@ Owns the distance, chosen because honest machines of unlike arithmetic keep it s
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -30,9 +32,11 @@ def row_distance(ours: npt.NDArray[np.float32], theirs: npt.NDArray[np.float32])
     return difference / float(norm) if norm > 0 else (math.inf if difference > 0 else 0.0)
 
 
-def wire_distance(ours: bytes, theirs: bytes, dtype: str) -> float:
-    """`row_distance` of two rows as they cross the wire, of nodes that compute in `dtype`."""
-    if len(ours) != len(theirs):
+def wire_distance(ours: bytes, theirs: bytes, dtype: str, parts: Sequence[int]) -> float:
+    """`row_distance` of two rows as they cross the wire, of nodes that compute in `dtype`: the largest of any of their
+    parts, of so many numbers each. What is only handed on would hide a difference in the rest."""
+    if len(ours) != len(theirs) or len(ours) != sum(parts) * row_bytes(1, dtype):
         return math.inf
-    a, b = (rows_from_wire(row, 1, len(row) // row_bytes(1, dtype), dtype)[0] for row in (ours, theirs))
-    return row_distance(a, b)
+    ends = list(itertools.accumulate(parts))[:-1]
+    a, b = (np.split(rows_from_wire(row, 1, sum(parts), dtype)[0], ends) for row in (ours, theirs))
+    return max(row_distance(one, other) for one, other in zip(a, b, strict=True))

@@ -48,7 +48,7 @@ class StepTimer:
         self._cache.open(_SESSION, context + widest)
         generator = torch.Generator().manual_seed(0)
         count = max(widest, _PREFILL_CHUNK) + _OTHER_ROWS
-        self._rows = torch.randn(count, span.config.hidden_size, generator=generator)
+        self._rows = torch.randn(count, span.config.rows.width(span.layers.start), generator=generator)
         self._next = 0  # row
         for start in range(0, context, _PREFILL_CHUNK):
             self._run(start, min(_PREFILL_CHUNK, context - start))

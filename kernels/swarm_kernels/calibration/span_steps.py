@@ -24,7 +24,8 @@ def step_cost(span: Span) -> CostCurve:
     """Milliseconds that a step of so many rows takes at this span. Raises OutOfMemory."""
     cache = span.new_cache(max(WIDTHS))
     cache.open(_SESSION, max(WIDTHS))
-    hidden = torch.randn(max(WIDTHS), span.config.hidden_size, generator=torch.Generator().manual_seed(0))
+    width = span.config.rows.width(span.layers.start)
+    hidden = torch.randn(max(WIDTHS), width, generator=torch.Generator().manual_seed(0))
 
     def ms(rows: int) -> float:
         plan = cache.schedule([StepRequest(_SESSION, 0, rows)])

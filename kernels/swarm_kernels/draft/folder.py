@@ -84,7 +84,9 @@ def table(hf: Mapping[str, Any], key: str, where: str) -> Mapping[str, Any]:
 
 
 def check_target(hidden_size: int, vocab_size: int, draft_vocab: int, target: ModelConfig, folder: Path) -> None:
-    """Raises DrafterFailed for a drafter of another model."""
+    """Raises DrafterFailed for a drafter of another model, or one that no drafter can read."""
+    if target.rows.streams > 1:
+        raise DrafterFailed(f"models of type {target.model_type} have {target.rows.streams} hidden states a token")
     if (hidden_size, vocab_size) != (target.hidden_size, target.vocab_size) or draft_vocab > target.vocab_size:
         raise DrafterFailed(
             f"the drafter in {folder} is for a model with hidden states of {hidden_size} and a vocabulary of "

@@ -40,12 +40,20 @@ class KVCacheManager:
         max_tokens: int,
         device: torch.device | str = "cpu",
         max_slots: int = MAX_SLOTS,
+        pages: Sequence[int | None] | None = None,
     ) -> None:
+        """`pages`: of each layer of the span, its index in the block pool, which layers may share; None for one that
+        holds no keys and values. By default each has its own."""
         self.shape = shape
         self.device = torch.device(device)
         self.max_slots = max_slots
         self.pool = BlockPool(shape, max(1, blocks_for(max_tokens)), self.device)
         self.k, self.v = self.pool.k, self.pool.v
+        self.page_of = list(range(shape.layers)) if pages is None else list(pages)
+        if pages is not None:
+            none = torch.empty(0, dtype=shape.dtype, device=self.device)
+            self.k = [none if page is None else self.pool.k[page] for page in pages]
+            self.v = [none if page is None else self.pool.v[page] for page in pages]
         self.top_position = 0  # the largest position scheduled so far
         self._sessions: dict[SessionKey, SequenceBlocks] = {}
 
@@ -82,6 +90,10 @@ class KVCacheManager:
     def slots(self, session: SessionKey) -> Collection[int]:
         """The live tree slots of a session."""
         return self._get(session).tree.keys()
+
+    def shares(self, layer: int) -> bool:
+        """Whether the span's `layer`-th layer has the keys and values of an earlier one."""
+        return self.page_of[layer] is not None and self.page_of[layer] in self.page_of[:layer]
 
     # --- sessions -----------------------------------------------------------------------------------------------
 

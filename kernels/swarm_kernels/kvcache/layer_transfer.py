@@ -45,6 +45,11 @@ class LayerTransfer:
             return -(-state_bytes(spec) // STATE_UNIT)
         return 0 if self._page(layer) is None else blocks_for(tokens)
 
+    def distinct(self, layers: LayerSpan) -> list[int]:
+        """Those of `layers` whose parts of a session are all there is: others share one of theirs."""
+        pages = [self._page(layer) for layer in layers]
+        return [layer for at, layer in enumerate(layers) if pages[at] is None or pages[at] not in pages[:at]]
+
     def reader(self, session: SessionKey, tokens: int) -> Callable[[int, int, int], bytes]:
         """-> (layer, first unit, number of units) -> their bytes. Raises InvalidRequest; ActivationLogEvicted if the
         states after `tokens` are not kept any more."""
@@ -76,8 +81,7 @@ class LayerTransfer:
         return None if self._stateful is None else self._stateful.states.get(layer)
 
     def _page(self, layer: int) -> int | None:
-        index = layer - self._span.start
-        return index if self._stateful is None else self._stateful.page_of[index]
+        return self._cache.page_of[layer - self._span.start]
 
 
 class LayerWriter:

@@ -73,16 +73,12 @@ class StatefulCache(KVCacheManager):
         state_bytes: int,
     ) -> None:
         """`shape.layers` counts the layers with blocks. `state_bytes`: for the states of all sessions."""
-        super().__init__(shape, max_tokens, device)
+        pages = iter(range(shape.layers))
+        super().__init__(shape, max_tokens, device, pages=[next(pages) if has else None for has in blocks])
         self.states = states
         self.state_bytes = state_bytes
         self.session_bytes = sum(spec.session_bytes for spec in states.values())
         self.retained_bytes = sum(spec.retained_bytes for spec in states.values())
-        pages, none = iter(range(shape.layers)), torch.empty(0, dtype=shape.dtype, device=device)
-        self.page_of = [next(pages) if has else None for has in blocks]
-        """Of each layer of the span: its index in the block pool."""
-        self.k = [none if page is None else self.pool.k[page] for page in self.page_of]
-        self.v = [none if page is None else self.pool.v[page] for page in self.page_of]
         self._states: dict[SessionKey, SequenceStates] = {}
         self._retained: set[SessionKey] = set()
 

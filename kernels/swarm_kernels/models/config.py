@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from swarm_kernels.models.row_layout import RowLayout
+
 FAST_PATH_ARCHITECTURES = frozenset({
     "llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "granite", "olmo2", "olmo3", "phi3", "smollm3",
     "glm4_moe", "gpt_oss", "granitemoe", "minimax_m2", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe",
@@ -122,12 +124,20 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = ()
     decoder: DecoderSpec | None = None  # what `LlamaSpan` computes; None: it does not know this model
     beyond_fast_path: str = ""  # the config's field, if any, with which `LlamaSpan` does not compute
+    layout: RowLayout | None = None  # of rows between layers, where these are more than hidden states, or keys differ
     hf: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def rows(self) -> RowLayout:
+        """What rows between layers are made of."""
+        return self.layout or RowLayout(self.hidden_size, self.num_layers)
 
     @property
     def kv_elements(self) -> int:
         """Numbers that a token takes in the cache of one layer: keys and values, or, in models with multi-head latent
         attention, a latent and a rotated key, and the key of an indexer if there is one."""
+        if self.layout is not None:
+            return self.layout.kv_elements
         latent = [self.hf.get(name) for name in ("kv_lora_rank", "qk_rope_head_dim")]
         sizes = [size for size in (*latent, self.hf.get("index_head_dim")) if isinstance(size, int) and size > 0]
         if self.has_fast_path or not all(isinstance(size, int) and size > 0 for size in latent):

@@ -13,6 +13,7 @@ from swarm_kernels.models.families import decoder_spec
 from swarm_kernels.models.field_check import known_fields, unknown_arithmetic
 from swarm_kernels.models.layer_kinds import Beyond
 from swarm_kernels.models.rope_config import rope_configs, rope_fault
+from swarm_kernels.models.row_layout import row_layout
 
 _ATTENTION_BIAS = (
     "llama", "qwen3", "gemma2", "gemma3_text", "granite", "olmo2", "olmo3", "smollm3", "glm4_moe", "gpt_oss",
@@ -25,6 +26,21 @@ _HIDDEN_ACTIVATION = ("gemma2", "gemma3_text")
 
 _SAME_AS = {"mimo": "qwen2"}
 """Types without a class in transformers whose layers are another type's (MiMo-7B, beside its MTP layers)."""
+
+
+_WITH_TEXT_PART = frozenset({"gemma3n", "gemma4"})
+"""Multimodal types whose text decoder is served, for texts."""
+
+_SHARED_FIELDS = ("tie_word_embeddings", "eos_token_id", "bos_token_id", "pad_token_id", "quantization_config")
+
+
+def text_part(hf: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The config of the text decoder of a multimodal model whose text part is served; of other models, theirs."""
+    text = hf.get("text_config")
+    if hf.get("model_type") not in _WITH_TEXT_PART or not isinstance(text, Mapping):
+        return hf
+    outer = {key: hf[key] for key in _SHARED_FIELDS if hf.get(key) is not None}
+    return {"model_type": f"{hf['model_type']}_text", **outer, **text}
 
 
 def model_config(
@@ -52,9 +68,10 @@ def model_config(
     kind = read.model_type
     attention_bias = read.flag("attention_bias", False) if kind in _ATTENTION_BIAS else False
     rope, other_ropes = rope_configs(read, head_dim, context)
+    num_layers = _num_layers(read)
     config = ModelConfig(
         model_type=kind,
-        num_layers=_num_layers(read),
+        num_layers=num_layers,
         hidden_size=hidden,
         num_heads=heads,
         num_kv_heads=kv_heads,
@@ -72,6 +89,7 @@ def model_config(
         qk_norm=kind in _QK_NORM or (kind == "glm4_moe" and read.flag("use_qk_norm", False)),
         sliding_window=_sliding_window(read),
         eos_token_ids=_eos_ids(where, hf.get("eos_token_id"), (generation or {}).get("eos_token_id")),
+        layout=row_layout(read, num_layers, hidden),
         hf={key: value for key, value in hf.items() if key != "quantization_config"},  # the source unpacks weights
     )
     if kind not in FAST_PATH_ARCHITECTURES:

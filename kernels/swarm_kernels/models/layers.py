@@ -15,7 +15,11 @@ from swarm_kernels.models.config import ModelConfig
 HEAD = "lm_head.weight"
 _LAYER = re.compile(r"(?:^|\.)(?:layers|blocks|h)\.(\d{1,6})\.")
 _MTP = re.compile(r"(?:^|\.)mtp(?:_layers)?\.")
-_INPUT = re.compile(r"embed_tokens|embed_in|wte|wpe|embeddings?\.")
+_TEXT_PART = "model.language_model."
+_PER_LAYER_TABLE = "embed_tokens_per_layer"
+_INPUT = re.compile(
+    r"embed_tokens|embed_in|wte|wpe|embeddings?\.|(?:^|\.)(?:per_layer_(?:model_)?projection(?:_norm)?|altup_projections)\."
+)
 _FINAL = re.compile(r"(?:^|\.)(?:lm_head|embed_out|output|score)\.")
 
 
@@ -48,6 +52,19 @@ def is_embedding(name: str) -> bool:
     return bool(_INPUT.search(name))
 
 
+def in_text_part(name: str) -> str | None:
+    """The name that a tensor of a multimodal model has in its text decoder alone; None for one of another part."""
+    if name.startswith(_TEXT_PART):
+        return f"model.{name.removeprefix(_TEXT_PART)}"
+    return name if name == HEAD else None
+
+
+def is_looked_up(name: str) -> bool:
+    """Whether single rows of a tensor are read from the files while the model runs, and none is kept in memory: of
+    per-layer embeddings."""
+    return _PER_LAYER_TABLE in name
+
+
 def has_tied_head(source: HasTensors) -> bool:
     """Whether the head's weights are the embedding's. Some files hold an unused copy."""
     return source.config.tie_word_embeddings or not source.has(HEAD)
@@ -65,6 +82,8 @@ def tensors_of_span(source: HasTensors, layers: LayerSpan) -> Iterable[str]:
             needed = layer in layers
         elif name == HEAD and tied:
             needed = False
+        elif is_looked_up(name):
+            needed = first
         elif is_embedding(name):
             needed = first or (last and tied)
         else:  # transformers' layers, on which a mixture runs on a GPU, read all norms; ours those of their own end

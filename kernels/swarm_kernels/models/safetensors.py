@@ -24,7 +24,8 @@ from msgspec import Meta
 from swarm.errors import UNDECODABLE, CorruptModel, ModelNotFound, UnsupportedModel
 from swarm.extras import HAS_TORCH, needs_torch
 from swarm_kernels.models.config import ModelConfig
-from swarm_kernels.models.hf_config import model_config
+from swarm_kernels.models.hf_config import model_config, text_part
+from swarm_kernels.models.layers import in_text_part
 from swarm_kernels.models.quantized.schemes import scheme_of
 from swarm_kernels.models.source import LocalFiles, ModelFile, WeightFile, fingerprint, fingerprint_sample
 from swarm_kernels.models.tensor_shapes import check_shapes
@@ -110,8 +111,10 @@ class SafetensorsSource(LocalFiles):
         self.name = name or folder.resolve().name
         self.files: list[WeightFile] = []
         try:
-            self._tensors = self._read_tables()
-            config = read_json(folder / "config.json")
+            stored, whole = self._read_tables(), read_json(folder / "config.json")
+            config = text_part(whole)
+            renamed = stored if config is whole else {in_text_part(name): tensor for name, tensor in stored.items()}
+            self._tensors = {name: tensor for name, tensor in renamed.items() if name is not None}
             self._weights = self._unpacked(config.get("quantization_config"))
             self.config: ModelConfig = model_config(
                 config,

@@ -258,7 +258,8 @@ def _first_number(name: str) -> str:
 
 def _canonical(config: ModelConfig) -> dict[str, Any]:
     fields = asdict(config)
-    del fields["eos_token_ids"], fields["decoder"], fields["beyond_fast_path"]  # the latter follow from the others
+    for name in ("eos_token_ids", "decoder", "beyond_fast_path", "layout"):  # the latter follow from the others
+        del fields[name]
     fields["hf"] = {
         key: value
         for key, value in config.hf.items()

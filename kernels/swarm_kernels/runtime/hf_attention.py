@@ -87,6 +87,7 @@ class BatchContext:
     first_layer: int
     cache: KVCacheManager | None = None  # None while probing: record shapes, compute nothing
     visibility: tuple[Visibility, ...] = ()  # by layer of the span
+    shared: AttentionMetadata | None = None  # of layers that share an earlier one's blocks, where slots are moved
     indexer_mask: torch.Tensor | None = None  # what transformers' layers hand to their indexers
     chosen_keys: ChosenKeys | None = None  # of the layer that runs, if its indexer chooses
     context: int = _PROBED_CONTEXT  # while probing: the model's context length
@@ -304,8 +305,9 @@ def _attend(
     cache, visibility = batch.cache, batch.visibility[layer]
     assert cache is not None
     k_blocks, v_blocks = cache.k[layer], cache.v[layer]
+    metadata = batch.shared if batch.shared is not None and cache.shares(layer) else batch.metadata
     return dispatch.attend(
-        q, k, v, k_blocks, v_blocks, batch.metadata, scale, visibility.window, softcap, visibility.chunk, sinks
+        q, k, v, k_blocks, v_blocks, metadata, scale, visibility.window, softcap, visibility.chunk, sinks
     )
 
 

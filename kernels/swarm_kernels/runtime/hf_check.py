@@ -24,6 +24,7 @@ import torch
 from swarm.errors import UnsupportedModel
 from swarm_kernels.batch import AttentionMetadata
 from swarm_kernels.kvcache.cache import KVCacheManager, StepRequest
+from swarm_kernels.ops import dispatch
 from swarm_kernels.runtime.hf_attention import Visibility
 from swarm_kernels.runtime.hf_experts import EXACT, EXPERTS
 from swarm_kernels.runtime.hf_legacy_attention import COUNT_FROM_ZERO, REFERENCE
@@ -41,7 +42,7 @@ _WINDOWS = ("sliding_window", "attention_chunk_size", "window_size")
 
 @dataclass(slots=True)
 class _Outputs:
-    """Rows `[n, width]` each."""
+    """Rows `[n, width]` each; of a layer, the hidden states."""
 
     attention: torch.Tensor
     layer: torch.Tensor
@@ -73,7 +74,7 @@ def _one_of_each_kind(span: HfSpan) -> list[int]:
 
 def _check_near(span: HfSpan, layer: int) -> None:
     """A prompt, another session among its rows, and a tree; beyond windows and chunks, which are a few tokens here."""
-    rows = _rows(span, _PROMPT + len(_TREE_SLOTS) + _OTHER + 1)
+    rows = _rows(span, layer, _PROMPT + len(_TREE_SLOTS) + _OTHER + 1)
     prompt, tree = rows[:_PROMPT], rows[_PROMPT : _PROMPT + len(_TREE_SLOTS)]
     other, next_row = rows[-_OTHER - 1 : -1], rows[-1:]
     with _small_windows(span):
@@ -115,7 +116,7 @@ def _check_near(span: HfSpan, layer: int) -> None:
 def _check_far(span: HfSpan, layer: int) -> None:
     """A few rows, whose positions begin in the middle of the context."""
     start = 0 if span.config.model_type in COUNT_FROM_ZERO else span.config.context_length // 2
-    rows = _rows(span, _FAR)
+    rows = _rows(span, layer, _FAR)
     cache = _cache(span, 64)
     cache.open(b"a", 32)
     metadata = cache.schedule([StepRequest(b"a", 0, _FAR)])
@@ -126,7 +127,7 @@ def _check_far(span: HfSpan, layer: int) -> None:
 
 def _check_long(span: HfSpan, layer: int) -> None:
     """A text whose rows are computed by chunks, and again from a row in its middle."""
-    rows = _rows(span, _LONG)
+    rows = _rows(span, layer, _LONG)
     cache = _cache(span, 2 * _LONG)
     cache.open(b"a", _LONG)
 
@@ -147,9 +148,9 @@ def _cache(span: HfSpan, tokens: int, sessions: int = 1) -> KVCacheManager:
     return span.cache_for(tokens, sessions, span.compute_dtype)
 
 
-def _rows(span: HfSpan, count: int) -> torch.Tensor:
+def _rows(span: HfSpan, layer: int, count: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(count)
-    rows = torch.randn(count, span.config.hidden_size, generator=generator)
+    rows = torch.randn(count, span.config.rows.width(layer), generator=generator)
     return rows.to(device=span.device, dtype=span.dtype)
 
 
@@ -161,16 +162,19 @@ def _ours(
     cache: KVCacheManager,
     visibility: list[Visibility],
 ) -> _Outputs:
+    place = layer - span.layers.start
+    if cache.shares(place):  # the layer whose keys it shares, which does not run, would do it
+        dispatch.commit_tree_slots(cache.k[place], cache.v[place], metadata.copy_from, metadata.copy_to)
     with _attention_outputs(span, layer) as captured:
         out = span.run_layers(hidden, metadata, cache, layer, layer + 1, tuple(visibility))
-    return _Outputs(captured[0], out)
+    return _Outputs(captured[0], out[:, : span.config.rows.states])
 
 
 def _theirs(span: HfSpan, layer: int, hidden: torch.Tensor, start: int) -> _Outputs:
     positions = torch.arange(start, start + hidden.shape[0], device=span.device)
     with _eager(span), _attention_outputs(span, layer) as captured:
         out = span.run_eager(hidden, positions, layer, layer + 1)
-    return _Outputs(captured[0], out)
+    return _Outputs(captured[0], out[:, : span.config.rows.states])
 
 
 def _compare(span: HfSpan, layer: int, ours: _Outputs, theirs: _Outputs) -> None:

@@ -1,11 +1,7 @@
 """The general path: any decoder that transformers can run through its attention interface, on our paged attention.
 
-Owns running a slice of a model's layers on packed rows with transformers' own forward code. Each decoder layer is
-wrapped by a `_LayerTap`: taps before the slice pass their input through, the one right before it injects our hidden
-states, and the last one of the slice stops the forward. So whatever a model does around its layers (positions, scales,
-logit caps) stays transformers' code. Only code that ships with transformers runs, never a model's own.
-
-`hf_weights` reads the weights.
+Owns running a slice of a model's layers on packed rows with transformers' own forward code, whose layers are wrapped
+(`rows.layer_taps`). Only code that ships with transformers runs, never a model's own. `hf_weights` reads the weights.
 """
 
 from __future__ import annotations
@@ -13,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -34,6 +30,8 @@ from swarm_kernels.runtime.hf_positions import PositionsAsCache, of_rows
 from swarm_kernels.runtime.hf_states import StateMixer, in_order, install, state_cache
 from swarm_kernels.runtime.hf_weights import PLAIN_KINDS, STATE_KINDS, MetaModel, load_weights, meta_model
 from swarm_kernels.runtime.rope import limited_context
+from swarm_kernels.runtime.rows.layer_taps import LayerTap, StopForward, TapState
+from swarm_kernels.runtime.rows.wide import WideRows, take_out_unused
 from swarm_kernels.runtime.span import Progress, check_layer_range, check_tokens
 
 _COUNT_TOKENS = frozenset({"llama4_text"})
@@ -41,57 +39,6 @@ _COUNT_TOKENS = frozenset({"llama4_text"})
 
 _PROBE_ERRORS = (RuntimeError, TypeError, ValueError, KeyError, AttributeError, IndexError, NotImplementedError)
 """Raised by models that need more than hidden states and positions."""
-
-
-class _StopForward(Exception):
-    """Stops transformers' forward after the last requested layer. Never leaves this module."""
-
-    def __init__(self, hidden: torch.Tensor) -> None:
-        super().__init__()
-        self.hidden = hidden
-
-
-@dataclass(slots=True)
-class _TapState:
-    """State shared by the taps of one model during a forward."""
-
-    start: int = 0
-    end: int = 0
-    hidden: torch.Tensor | None = None  # injected before layer `start`
-    indexed: bool = False  # layers hand on which keys their indexer chose: all of them, see `_limited_context`
-    parts: int = 0  # of the tuples that this model's layers return; 0: no tuples
-    rounding: torch.dtype | None = None  # of what comes out of each layer, so that it is the same wherever spans end
-
-
-class _LayerTap(torch.nn.Module):
-    """Replaces layer `index`; attributes that the model reads from its layers are the wrapped layer's."""
-
-    def __init__(self, layer: torch.nn.Module, index: int, state: _TapState) -> None:
-        super().__init__()
-        self.layer = layer
-        self.index = index
-        self.state = state
-
-    def forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        state = self.state
-        if state.start <= self.index < state.end:
-            output = _rounded(self.layer(hidden, *args, **kwargs), state.rounding)
-            if self.index == state.end - 1:
-                state.parts = len(output) if isinstance(output, tuple) else 0
-                raise _StopForward(output[0] if state.parts else output)
-            return output
-        if self.index == state.start - 1 and state.hidden is not None:
-            hidden = state.hidden
-        if not state.parts:
-            return hidden
-        rest = _all_keys(hidden.shape[1], hidden.device) if state.parts > 1 and state.indexed else None
-        return (hidden, *(rest,) * (state.parts - 1))
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(super().__getattr__("layer"), name)
 
 
 class HfSpan:
@@ -115,22 +62,24 @@ class HfSpan:
         self.layer_bytes = max(weight_bytes(model.layers[index]) for index in layers)
         self.edge_bytes = weight_bytes(model.causal_lm) - sum(weight_bytes(layer) for layer in model.layers)
         rounding = None if form.compute == form.state else form.state
-        self._tap_state = _TapState(indexed="index_topk" in config.hf, rounding=rounding)
+        self._tap_state = TapState(indexed="index_topk" in config.hf, rounding=rounding)
+        if not config.rows.is_plain:
+            self._tap_state.wide = WideRows(model.decoder, model.layers[0], config.rows, rounding)
         self._layers = model.layers
         self._mixers: dict[int, StateMixer] = {}
         for index, layer in enumerate(model.layers):
             mixer = install(layer, index)
             if mixer is not None and index in layers:
                 self._mixers[index] = mixer
-            model.layers[index] = _LayerTap(layer, index, self._tap_state)
+            model.layers[index] = LayerTap(layer, index, self._tap_state)
         latent = absorb((self.layer(index) for index in layers if index not in self._mixers), ATTENTION)
         self.index_dim = choose_keys(latent, latent_modules(model.layers))
         self.config = _limited_context(config, chooses=self.index_dim > 0)
         self._find_out_parts()
         probed = self.probe(layers.start, layers.end)
+        self._pages = _pages(probed, config.rows.sources, layers)
         self.kv_shape = self._shape_of_all(probed)
         self.visibility = tuple(layer.visibility for layer in probed)
-        self._blocks = [layer.heads > 0 for layer in probed]
         self._attention_modules = [layer.module for layer in probed]
 
     @classmethod
@@ -141,6 +90,7 @@ class HfSpan:
         form = Format.of(dtype, device)
         try:
             model = meta_model(source.config, ATTENTION, form.compute, EXPERTS if form.expert_packs else None)
+            take_out_unused(model.causal_lm, model.decoder, source, layers)
             load_weights(model, source, layers, device, progress, form)
         except (MemoryError, torch.OutOfMemoryError):
             raise OutOfMemory(f"layers {layers} do not fit on {device}; serve fewer of them") from None
@@ -157,19 +107,35 @@ class HfSpan:
         """`new_cache` with room for the recurrent states, if there are any, of at least so many sessions. `dtype`: of
         keys and values, if it is another."""
         shape = replace(self.kv_shape, dtype=dtype or self.dtype)
-        if all(self._blocks):
-            return KVCacheManager(shape, max_tokens, self.device)
+        if None not in self._pages:
+            return KVCacheManager(shape, max_tokens, self.device, pages=self._pages)
         planned = 2 * self.config.num_kv_heads * self.config.head_dim * self.dtype.itemsize  # a token in every layer
-        spared = self._blocks.count(False) * max_tokens * planned
-        return state_cache(shape, max_tokens, self.device, self._blocks, self._mixers, spared, sessions)
+        blocks = [page is not None for page in self._pages]
+        spared = blocks.count(False) * max_tokens * planned
+        return state_cache(shape, max_tokens, self.device, blocks, self._mixers, spared, sessions)
 
     @torch.inference_mode()
     def embed(self, token_ids: Sequence[int]) -> torch.Tensor:
         if not self.is_first:
             raise InvalidRequest(f"layers {self.layers} do not hold the embedding")
         check_tokens(token_ids, self.config.vocab_size)
-        hidden: torch.Tensor = self._embedding(torch.tensor([token_ids], dtype=torch.int64, device=self.device))
+        ids = torch.tensor([token_ids], dtype=torch.int64, device=self.device)
+        if self._tap_state.wide is not None:
+            return self._embed_wide(ids, self._tap_state.wide)
+        hidden: torch.Tensor = self._embedding(ids)
         return hidden[0]
+
+    def _embed_wide(self, ids: torch.Tensor, wide: WideRows) -> torch.Tensor:
+        """Rows before the first layer, by transformers' own forward up to there."""
+        if not ids.shape[1]:
+            return torch.empty(0, self.config.rows.width(0), dtype=self.compute_dtype, device=self.device)
+        wide.begin_embedding()
+        with self._tapped(0, 0, None):
+            try:
+                self._decoder(input_ids=ids, position_ids=torch.zeros_like(ids), use_cache=False)
+            except StopForward as finished:
+                return wide.embedded(finished.hidden)[0]
+        raise self._unsupported("transformers does not run its layers one after another")
 
     @torch.inference_mode()
     def forward(
@@ -183,11 +149,10 @@ class HfSpan:
         first, last = check_layer_range(self.layers, start, end)
         hidden = hidden.to(device=self.device, dtype=self.compute_dtype)
         if metadata.rows == 0:
-            part = slice(first - self.layers.start, last - self.layers.start)
-            blocks = zip(cache.k[part], cache.v[part], self._blocks[part], strict=True)
-            for k_blocks, v_blocks in ((k, v) for k, v, has_blocks in blocks if has_blocks):
-                dispatch.commit_tree_slots(k_blocks, v_blocks, metadata.copy_from, metadata.copy_to)
-            return hidden
+            for layer in range(first - self.layers.start, last - self.layers.start):
+                if self._pages[layer] is not None and not cache.shares(layer):
+                    dispatch.commit_tree_slots(cache.k[layer], cache.v[layer], metadata.copy_from, metadata.copy_to)
+            return hidden.new_empty(0, self.config.rows.width(last))
         return self.run_layers(hidden, metadata, cache, first, last, self.visibility)
 
     def run_layers(
@@ -200,11 +165,14 @@ class HfSpan:
         visibility: tuple[Visibility, ...],
     ) -> torch.Tensor:
         """`forward` of at least one row, with the `visibility` of each layer of the span."""
+        still = None
+        if self.index_dim or self.config.rows.sources:
+            still = replace(metadata, copy_from=metadata.copy_from[:0], copy_to=metadata.copy_to[:0])
         if self.index_dim:  # indexers read the cache before the attention would move committed slots
             for layer in range(start - self.layers.start, end - self.layers.start):
                 dispatch.commit_tree_slots(cache.k[layer], cache.v[layer], metadata.copy_from, metadata.copy_to)
-            metadata = replace(metadata, copy_from=metadata.copy_from[:0], copy_to=metadata.copy_to[:0])
-        with running_as(BatchContext(metadata, self.layers.start, cache, visibility)):
+            metadata = still or metadata
+        with running_as(BatchContext(metadata, self.layers.start, cache, visibility, still)):
             return self._forward_layers(hidden, metadata.positions, start, end)
 
     def run_eager(self, hidden: torch.Tensor, positions: torch.Tensor, start: int, end: int) -> torch.Tensor:
@@ -262,13 +230,16 @@ class HfSpan:
         if lengths is None and self.config.model_type in _COUNT_TOKENS:
             lengths = of_rows(positions)
         hidden = hidden.to(device=self.device, dtype=self.compute_dtype)
-        inputs = hidden[None] if start == 0 else self._placeholder(hidden.shape[0]) if unused is None else unused
+        if start == 0 and self._tap_state.wide is None:
+            inputs = hidden[None]
+        else:
+            inputs = self._placeholder(hidden.shape[0]) if unused is None else unused
         with self._tapped(start, end, hidden):
             try:
                 self._decoder(
                     inputs_embeds=inputs, position_ids=positions[None], past_key_values=lengths, use_cache=False
                 )
-            except _StopForward as finished:
+            except StopForward as finished:
                 return finished.hidden[0]
         raise self._unsupported("transformers does not run its layers one after another")
 
@@ -277,10 +248,16 @@ class HfSpan:
         return torch.zeros(1, rows, self._embedding_size, dtype=self.compute_dtype, device=self.device)
 
     @contextmanager
-    def _tapped(self, start: int, end: int, hidden: torch.Tensor) -> Iterator[None]:
+    def _tapped(self, start: int, end: int, rows: torch.Tensor | None) -> Iterator[None]:
+        """`rows`: before layer `start`; None for an embedding."""
         state = self._tap_state
         state.start, state.end = start, end
-        state.hidden = hidden.to(device=self.device, dtype=self.compute_dtype)[None] if start else None
+        if rows is not None:
+            rows = rows.to(device=self.device, dtype=self.compute_dtype)
+            if state.wide is not None:
+                state.hidden = state.wide.begin(rows, start)
+            else:
+                state.hidden = rows[None] if start else None
         try:
             yield
         finally:
@@ -328,24 +305,36 @@ class HfSpan:
             raise self._unsupported("the key heads of its layers have no common multiple among its query heads")
         latent = any(layer.latent for layer in probed)  # then all are, see `absorb`
         values = self.index_dim if latent else -1
-        return KvShape(len(probed), heads, max(layer.head_dim for layer in probed), self.dtype, values)
+        pages = len(set(self._pages) - {None})
+        return KvShape(pages, heads, max(layer.head_dim for layer in probed), self.dtype, values)
 
     def _probe(self, start: int, end: int) -> list[ProbedLayer]:
         metadata = KVCacheManager(KvShape(1, 1, 1, self.dtype), 1).schedule([])
         batch = BatchContext(metadata, self.layers.start, context=self.config.context_length)
-        row = torch.zeros(1, self.config.hidden_size, dtype=self.compute_dtype, device=self.device)
+        row = torch.zeros(1, self.config.rows.width(start), dtype=self.compute_dtype, device=self.device)
         position = torch.zeros(1, dtype=torch.int64, device=self.device)
         try:
             with torch.inference_mode(), running_as(batch):
                 self._forward_layers(row, position, start, end)
                 if end == self.config.num_layers and self.is_last:
-                    self.logits(row)
+                    self.logits(row[:, : self.config.rows.width(end)])
         except _PROBE_ERRORS as error:
             raise self._unsupported(_reason(error)) from None
         return batch.probed
 
     def _unsupported(self, reason: str) -> UnsupportedModel:
         return UnsupportedModel(f"models of type {self.config.model_type} cannot be served in slices: {reason}")
+
+
+def _pages(probed: list[ProbedLayer], sources: Sequence[int | None], layers: LayerSpan) -> list[int | None]:
+    """Of each layer of a span: which keys and values of its cache are its own, or those that it shares."""
+    pages: dict[int, int] = {}  # by the layer of the model that makes them
+    found: list[int | None] = []
+    for layer, of_layer in zip(probed, layers, strict=True):
+        source = sources[of_layer] if sources else None
+        maker = of_layer if source is None else source
+        found.append(pages.setdefault(maker, len(pages)) if layer.heads else None)
+    return found
 
 
 def _limited_context(config: ModelConfig, *, chooses: bool) -> ModelConfig:
@@ -362,17 +351,3 @@ def _limited_context(config: ModelConfig, *, chooses: bool) -> ModelConfig:
 
 def _reason(error: Exception) -> str:
     return str(error).splitlines()[0] if str(error) else type(error).__name__
-
-
-def _all_keys(rows: int, device: torch.device) -> torch.Tensor:
-    """`[1, rows, rows]`: every row chooses every key of its batch."""
-    return torch.arange(rows, dtype=torch.int32, device=device).expand(1, rows, rows)
-
-
-def _rounded(output: Any, to: torch.dtype | None) -> Any:
-    """What a layer returns, its hidden states rounded."""
-    if to is None:
-        return output
-    if isinstance(output, tuple):
-        return (_rounded(output[0], to), *output[1:])
-    return output.to(to).to(output.dtype)

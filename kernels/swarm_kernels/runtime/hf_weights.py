@@ -57,7 +57,7 @@ def meta_model(config: ModelConfig, attention: str, dtype: torch.dtype, experts:
     try:
         hf = AutoConfig.for_model(**{**config.hf, "model_type": kind})
         check_fields(config.hf, _fields(hf), "config.json")
-        _check_layer_kinds(kind, hf)
+        _check_layer_kinds(kind, hf, wide=not config.rows.is_plain)
         with torch.device("meta"):
             legacy = kind in LEGACY  # their classes look the attention up among their own
             model = AutoModelForCausalLM.from_config(
@@ -90,16 +90,17 @@ def _fields(hf: Any) -> set[str]:
     return {field.name for field in dataclasses.fields(hf)} | set(getattr(hf, "attribute_map", None) or {})
 
 
-def _check_layer_kinds(kind: str, hf: Any) -> None:
+def _check_layer_kinds(kind: str, hf: Any, *, wide: bool) -> None:
     others = sorted(set(getattr(hf, "layer_types", None) or ()) - _LAYER_KINDS)
     if others:
         raise UnsupportedModel(f"models of type {kind} have layers of kind {', '.join(others)}, which swarm cannot run")
-    if getattr(hf, "hidden_size_per_layer_input", 0):
+    if getattr(hf, "hidden_size_per_layer_input", 0) and not wide:
         raise UnsupportedModel(
             f"models of type {kind} embed every token once more in each layer (hidden_size_per_layer_input), "
             "which a node without the tokens cannot do"
         )
-    if getattr(hf, "use_bidirectional_attention", False) or getattr(hf, "is_encoder_decoder", False):
+    both_ways = getattr(hf, "use_bidirectional_attention", False)
+    if both_ways not in (None, False, "vision") or getattr(hf, "is_encoder_decoder", False):
         raise UnsupportedModel(f"this model of type {kind} is not causal; only causal decoders are served")
 
 
@@ -143,13 +144,16 @@ def _outside_names(model: MetaModel, layers: LayerSpan) -> set[str]:
 
 @torch.no_grad()
 def _fill_buffers(causal_lm: Any, device: torch.device) -> None:
-    """Initialize buffers that are computed, not stored (rotary frequencies, embedding scales), as transformers does."""
+    """Initialize buffers that are computed, not stored (rotary frequencies, embedding scales), as transformers does: by
+    the innermost model around each."""
+    models = [module for module in causal_lm.modules() if hasattr(module, "_init_weights")]
+    initialize = {id(module): model._init_weights for model in models for module in model.modules()}
     for module in causal_lm.modules():
         meta = {name: buffer for name, buffer in module.named_buffers(recurse=False) if buffer.device.type == "meta"}
         for name, buffer in meta.items():
             module._buffers[name] = torch.zeros_like(buffer, device=device)
         if meta:
-            causal_lm._init_weights(module)
+            initialize[id(module)](module)
 
 
 class _WeightLoader:

@@ -1,4 +1,4 @@
-"""Hidden states as bytes: `[rows, hidden]`, row-major, little-endian, in the session's dtype, nothing else.
+"""Rows between layers as bytes: `[rows, width]`, row-major, little-endian, in the session's dtype, nothing else.
 
 Owns that layout and the check of its length; frames and sessions belong to others.
 """

@@ -12,12 +12,15 @@ from dataclasses import dataclass
 import torch
 
 from swarm.errors import CorruptModel
+from swarm_kernels.device.allocator import release_free_memory
 from swarm_kernels.models.config import MixtureSpec, ModelConfig
 from swarm_kernels.models.tensor_shapes import MixtureTensors, mixture_tensors
 from swarm_kernels.ops import dispatch
 from swarm_kernels.ops.base.experts import Gating, GatingKind
 from swarm_kernels.ops.base.layer_weights import Activation, Linear
+from swarm_kernels.ops.base.matrix import Matrix
 from swarm_kernels.ops.base.routing import Routing, Scores
+from swarm_kernels.ops.base.stored_weights import StoredWeights
 from swarm_kernels.runtime.weight_reader import Packs, WeightReader
 
 
@@ -116,44 +119,99 @@ class StackedExperts:
 
     def packed(self, reader: WeightReader, packs: Packs) -> list[Linear]:
         """Raises CorruptModel."""
-        order = _gates_first(self.outputs) if self.interleaved else slice(None)
-        pack = reader.pack_of(packs, self.names)
+        order = _gates_first(self.outputs) if self.interleaved else None
+        pack, last = reader.pack_of(packs, self.names), _LastRead()
         linears = []
         for expert in range(self.count):
-            bias = None if self.biases is None else self.biases[expert][order]
+            bias = None if self.biases is None else self.biases[expert]
+            bias = bias if bias is None or order is None else bias[order]
             linear = self._as_stored(reader, packs, expert, order, bias)
             if linear is None:
-                weight = self.read(expert)
-                weight = weight.T if self.transposed else weight
-                if tuple(weight.shape) != (self.outputs, self.inputs):
-                    raise CorruptModel(
-                        f"expert {expert} of {self.name} has shape {tuple(weight.shape)}, "
-                        f"not {(self.outputs, self.inputs)}"
-                    )
-                weight = weight.to(device=reader.device, dtype=reader.dtype or weight.dtype)
-                linear = pack(weight[order].contiguous(), bias)
+                matrix: Matrix = _ExpertMatrix(self, expert, order, reader.dtype, last)
+                linear = pack(matrix if reader.device.type == "cpu" else matrix[:].to(reader.device), bias)
             linears.append(linear)
+            release_free_memory()  # what reading an expert leaves behind adds up to a tenth of a span otherwise
         return linears
+
+    def matrix(self, expert: int) -> torch.Tensor:
+        """`[outputs, inputs]`, its outputs in the order of the files. Raises CorruptModel."""
+        weight = self.read(expert)
+        weight = weight.T if self.transposed else weight
+        if tuple(weight.shape) != (self.outputs, self.inputs):
+            raise CorruptModel(
+                f"expert {expert} of {self.name} has shape {tuple(weight.shape)}, not {(self.outputs, self.inputs)}"
+            )
+        return weight
 
     def _as_stored(
         self,
         reader: WeightReader,
         packs: Packs,
         expert: int,
-        order: torch.Tensor | slice,
+        order: torch.Tensor | None,
         bias: torch.Tensor | None,
     ) -> Linear | None:
         """An expert as the checkpoint holds it; None if it must be rounded."""
         if packs.stored is None or self.sole is None or not packs.keeps(reader.source.native(self.sole)):
             return None
-        weights = reader.source.as_stored(self.sole, expert)
+        sole = self.sole
+
+        def read() -> StoredWeights | None:
+            weights = reader.source.as_stored(sole, expert)
+            return weights if weights is None or order is None else weights.rows(order)
+
+        weights = read()
         if weights is None:
             return None
         if weights.out_features != self.outputs or weights.padded_inputs != self.inputs:
             raise CorruptModel(
-                f"expert {expert} of {self.sole} does not have the shape {(self.outputs, self.inputs)} of its config"
+                f"expert {expert} of {sole} does not have the shape {(self.outputs, self.inputs)} of its config"
             )
-        return packs.stored(weights.rows(order).to(reader.device), bias, self.inputs)
+        if packs.on_demand is not None:
+            return packs.on_demand(read, bias, self.inputs)
+        return packs.stored(weights.to(reader.device), bias, self.inputs)
+
+
+@dataclass(slots=True)
+class _LastRead:
+    """The one expert of a projection that is in memory."""
+
+    expert: int = -1
+    weight: torch.Tensor | None = None
+
+    def of(self, experts: StackedExperts, expert: int) -> torch.Tensor:
+        if self.weight is None or self.expert != expert:
+            self.weight = None  # before the next is read
+            self.weight, self.expert = experts.matrix(expert), expert
+        return self.weight
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _ExpertMatrix:
+    """A Matrix: one expert, which is read when its rows are asked for and kept until those of another one are."""
+
+    experts: StackedExperts
+    expert: int
+    order: torch.Tensor | None
+    to: torch.dtype | None
+    last: _LastRead
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size((self.experts.outputs, self.experts.inputs))
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cpu")
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.to or self.last.of(self.experts, self.expert).dtype
+
+    def __getitem__(self, rows: slice, /) -> torch.Tensor:
+        weight = self.last.of(self.experts, self.expert)
+        some = weight[rows] if self.order is None else weight[self.order[rows]]
+        return some.to(self.dtype).contiguous()
 
 
 def _gates_first(outputs: int) -> torch.Tensor:

@@ -61,7 +61,8 @@ class Span(Protocol):
         ...
 
     def embed(self, token_ids: Sequence[int]) -> torch.Tensor:
-        """Ids -> `[n, hidden]` (first span only). Raises InvalidRequest for an id outside the vocabulary."""
+        """Ids -> rows before layer 0, `[n, width]` (first span only). Raises InvalidRequest for an id outside the
+        vocabulary."""
         ...
 
     def forward(
@@ -72,7 +73,8 @@ class Span(Protocol):
         start: int | None = None,
         end: int | None = None,
     ) -> torch.Tensor:
-        """Run `hidden [n, hidden]` through layers `[start, end)` of the model, the whole span by default.
+        """Run rows `[n, width]` through layers `[start, end)` of the model, the whole span by default. Rows are hidden
+        states in nearly all models; see `models.row_layout`.
 
         Writes keys and values to the slots of `metadata`. Takes any float dtype and returns that of the activations.
         Raises InvalidRequest for layers outside this span.

@@ -18,7 +18,7 @@ from swarm_kernels.device.device import CODES4, FLOAT8, INT4
 from swarm_kernels.models.native_format import MatrixFormats
 from swarm_kernels.models.source import ModelSource
 from swarm_kernels.ops import dispatch
-from swarm_kernels.ops.base.exact_linear import ExactLinear, dequantized_linear, rounded_linear
+from swarm_kernels.ops.base.exact_linear import ExactLinear, dequantized_linear, rounded_linear, stored_linear
 from swarm_kernels.ops.base.layer_weights import plain_linear
 from swarm_kernels.ops.base.matrix import Matrix, StackedRows
 from swarm_kernels.ops.base.stored_weights import StoredWeights, stacked
@@ -38,12 +38,14 @@ class FourBitPacks:
 @dataclass(frozen=True, slots=True)
 class Packs:
     """How the linear layers of a span are prepared. `wide`: what stays in fp32; `stored`: in a quantized span, weights
-    as a checkpoint holds them, their bias, and the inputs; `four_bits`: of a 4-bit span."""
+    as a checkpoint holds them, their bias, and the inputs; `on_demand`: of packs that keep no weights, likewise of what
+    reads them; `four_bits`: of a 4-bit span."""
 
     plain: Pack
     wide: Callable[[torch.Tensor, torch.Tensor | None], dispatch.Linear] = dispatch.pack_linear
     stored: Callable[[StoredWeights, torch.Tensor | None, int], dispatch.Linear] | None = None
     four_bits: FourBitPacks | None = None
+    on_demand: Callable[[Callable[[], StoredWeights | None], torch.Tensor | None, int], dispatch.Linear] | None = None
 
     def keeps(self, native: torch.dtype) -> bool:
         """Whether what is stored in such a format is taken over as it is."""
@@ -67,7 +69,8 @@ def exact_packs_of(weights: torch.dtype) -> Packs:
     read from the model by each call."""
     if weights != INT4:
         return Packs(ExactLinear, plain_linear)
-    return Packs(ExactLinear, plain_linear, dequantized_linear, FourBitPacks(rounded_linear, ExactLinear))
+    four_bits = FourBitPacks(rounded_linear, ExactLinear)
+    return Packs(ExactLinear, plain_linear, dequantized_linear, four_bits, stored_linear)
 
 
 def _pack_bf16(weight: Matrix, bias: torch.Tensor | None) -> dispatch.Linear:

@@ -145,7 +145,7 @@ class KvTransfer:
     def _chunks(self, session: HopSession, served_span: ServedSpan, tokens: int) -> Iterator[tuple[int, int, int]]:
         """(layer, first unit, number of units)"""
         engine = served_span.engine
-        for layer in session.span:
+        for layer in engine.distinct_layers(session.span):
             units, most = engine.transfer_units(layer, tokens), self._units_per_chunk(engine.unit_bytes(layer))
             for unit in range(0, units, most):
                 yield layer, unit, min(most, units - unit)

@@ -96,6 +96,10 @@ class SpanEngineApi(StepEngine, Protocol):
 
     def unit_bytes(self, layer: int) -> int: ...
 
+    def distinct_layers(self, layers: LayerSpan) -> Sequence[int]:
+        """Those whose units are all that `layers` hold of a session: the others share theirs."""
+        ...
+
     def import_blocks(self, key: int, tokens: int) -> None:
         """Count them as committed, before a `writer` fills their blocks. Raises InvalidRequest."""
         ...

@@ -16,7 +16,7 @@ import msgspec
 
 from swarm import kv_token
 from swarm.codec import DEFAULT_LIMITS, Buffer
-from swarm.errors import ContextOverflow, NodeBusy, ProtocolError
+from swarm.errors import ContextOverflow, InvalidRequest, NodeBusy, ProtocolError
 from swarm.messages import (
     MAX_HOPS,
     MAX_SAMPLED_ROWS,
@@ -31,6 +31,7 @@ from swarm.planner.scheduling.fair_shares import Share
 from swarm.tap_messages import WireTaps
 from swarm.types import KvSource, LayerSpan, PeerId, Sampling, layers_of_hop
 from swarm_hop.serving.token_history import StepTokens, TokenHistory
+from swarm_kernels.models.row_layout import RowLayout
 from swarm_kernels.sampling.grammar import GrammarState, TokenMask
 from swarm_kernels.sampling.validate import validate_sampling
 
@@ -57,14 +58,21 @@ class PeerChannel(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ActivationSpec:
-    """The shapes this hop accepts: hidden size and bytes an element of the session's dtype, the vocabulary, and the
-    most tokens of a text."""
+    """The shapes this hop accepts: rows and bytes an element of the session's dtype, the vocabulary, and the most
+    tokens of a text."""
 
-    num_layers: int
-    hidden_size: int
+    layout: RowLayout
     element_bytes: int
     vocab_size: int
     context_length: int
+
+    @property
+    def num_layers(self) -> int:
+        return self.layout.num_layers
+
+    def row_bytes(self, cut: int) -> int:
+        """Of a row that layer `cut` reads."""
+        return self.layout.width(cut) * self.element_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +145,8 @@ class HopSession:
             if sampling.needs_history:
                 history = TokenHistory(message.history, message.prompt_tokens, message.max_tokens, rows.vocab_size)
         if message.taps is not None:
+            if rows.layout.streams > 1:
+                raise InvalidRequest(f"hidden states of {rows.layout.streams} streams are no input of a drafter")
             check_taps(message.taps, layers_of_hop(message.start, message.end), rows.num_layers)
         return cls(
             id=message.session,
@@ -198,7 +208,7 @@ class HopSession:
             if sender in self.previous_upstreams:
                 return
             raise ProtocolError("a step from a peer that is neither this session's upstream nor its client")
-        check_form(arrival.step, len(memoryview(arrival.body)), self.first, self.rows)
+        check_form(arrival.step, len(memoryview(arrival.body)), self.first, self.span, self.rows)
         if arrival.step.epoch < self.epoch:
             return
         self.epoch = arrival.step.epoch
@@ -283,13 +293,14 @@ class HopSession:
             self.history.prune(message.slots)
 
 
-def check_form(step: Step, body_bytes: int, first: bool, rows: ActivationSpec) -> None:
+def check_form(step: Step, body_bytes: int, first: bool, span: LayerSpan, rows: ActivationSpec) -> None:
     """Check what does not depend on the session's state. Raises ProtocolError."""
     n = step.rows
     if n == 0:
         raise ProtocolError(f"step {step.step} has no rows")
     # What we forward must be within the bounds of the next hop, or it would count a violation against us.
-    if n * rows.hidden_size * rows.element_bytes > DEFAULT_LIMITS.body:
+    row_bytes = rows.row_bytes(span.start)
+    if n * max(row_bytes, rows.row_bytes(span.end)) > DEFAULT_LIMITS.body:
         raise ProtocolError(f"step {step.step} has {n} rows, more than one frame holds")
     if len(step.trace) >= MAX_HOPS:
         raise ProtocolError(f"step {step.step} claims to have passed {len(step.trace)} hops")
@@ -303,7 +314,7 @@ def check_form(step: Step, body_bytes: int, first: bool, rows: ActivationSpec) -
         if body_bytes or len(step.tokens) != n:
             raise ProtocolError(f"step {step.step} has {len(step.tokens)} token ids for {n} rows on the first hop")
     else:
-        expected = n * rows.hidden_size * rows.element_bytes
+        expected = n * row_bytes
         if body_bytes != expected:
             raise ProtocolError(f"step {step.step} has a body of {body_bytes} bytes where {n} rows take {expected}")
         if step.tokens and len(step.tokens) != n:

@@ -55,14 +55,14 @@ class SpanBatch:
                 self._next < self._span.end or any(step.session.tail for step in self._steps)
             ):
                 return None
-        self._taps.collect(self._span.end, self._hidden)
+        self._taps.collect(self._span.end, self._engine.states(self._hidden))
         outputs = self._engine.outputs(self._steps, self._hidden, self._plan)
         return [_with_taps(output, self._taps.of(step)) for step, output in enumerate(outputs)]
 
     def _forward(self, hidden: torch.Tensor, end: int) -> torch.Tensor:
         """On to layer `end`; `hidden`: what the next layer reads."""
         while self._next < end:
-            self._taps.collect(self._next, hidden)
+            self._taps.collect(self._next, self._engine.states(hidden))
             part = LayerSpan(self._next, self._taps.next_stop(self._next, end))
             hidden = self._engine.forward(hidden, self._plan, part)
             self._next = part.end
@@ -97,9 +97,7 @@ class SpanEngine:
             int, list[Callable[[], None]]
         ] = {}  # by session of a batch: what to do when it is finished
         config = span.config
-        self.rows = ActivationSpec(
-            config.num_layers, config.hidden_size, span.dtype.itemsize, config.vocab_size, config.context_length
-        )
+        self.rows = ActivationSpec(config.rows, span.dtype.itemsize, config.vocab_size, config.context_length)
 
     @property
     def span(self) -> LayerSpan:
@@ -163,6 +161,9 @@ class SpanEngine:
     def unit_bytes(self, layer: int) -> int:
         return self._transfer.unit_bytes(layer)
 
+    def distinct_layers(self, layers: LayerSpan) -> Sequence[int]:
+        return self._transfer.distinct(layers)
+
     def import_blocks(self, key: int, tokens: int) -> None:
         self.cache.import_blocks(_key(key), tokens)
 
@@ -210,11 +211,15 @@ class SpanEngine:
         compute = partial(self._span.forward, hidden, plan, self.cache, part.start, part.end)
         return self._watch.run(len(hidden), compute) if self._watch and part == self._span.layers else compute()
 
+    def states(self, rows: torch.Tensor) -> torch.Tensor:
+        """The hidden states of rows that may hold more."""
+        return rows[:, : self.rows.layout.states]
+
     @torch.inference_mode()
     def outputs(
         self, steps: Sequence[ScheduledStep], hidden: torch.Tensor, plan: AttentionMetadata
     ) -> Sequence[StepOutput | SwarmError]:
-        """What the hidden rows after the last layer of the steps' part become."""
+        """What the rows after the last layer of the steps' part become."""
         if len({scheduled.session.tail for scheduled in steps}) == 1:
             return self._outputs(steps, hidden, plan.positions)
         outputs: list[StepOutput | SwarmError] = []
@@ -233,7 +238,7 @@ class SpanEngine:
             return self._tail_sampler.outputs(steps, hidden, positions)
         body = to_wire(hidden, self._span.dtype)
         outputs: list[StepOutput | SwarmError] = []
-        row_bytes, at = self.rows.hidden_size * self.rows.element_bytes, 0
+        row_bytes, at = self.rows.row_bytes(steps[0].span.end), 0
         for scheduled in steps:
             outputs.append(StepOutput(body[at : at + scheduled.rows * row_bytes]))
             at += scheduled.rows * row_bytes
@@ -250,7 +255,8 @@ class SpanEngine:
         if steps[0].session.first:
             return self._span.embed([token for scheduled in steps for token in scheduled.arrival.step.tokens])
         body = bytearray().join(scheduled.arrival.body for scheduled in steps)
-        return from_wire(body, sum(scheduled.rows for scheduled in steps), self.rows.hidden_size, self._span.dtype)
+        width = self.rows.layout.width(steps[0].span.start)
+        return from_wire(body, sum(scheduled.rows for scheduled in steps), width, self._span.dtype)
 
 
 def _key(key: int) -> bytes:

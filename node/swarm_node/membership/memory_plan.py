@@ -13,7 +13,7 @@ import torch
 from swarm.errors import OutOfMemory
 from swarm.types import LayerSpan
 from swarm_kernels.device.device import bytes_per_weight, state_dtype
-from swarm_kernels.models.layers import HEAD, has_tied_head, is_beyond, is_embedding, layer_of
+from swarm_kernels.models.layers import HEAD, has_tied_head, is_beyond, is_embedding, is_looked_up, layer_of
 from swarm_kernels.models.native_format import MatrixFormats
 from swarm_kernels.models.source import ModelSource
 from swarm_node.membership.policy import MemoryPolicy
@@ -43,7 +43,8 @@ class ModelMemory:
         layers = [0] * config.num_layers
         embedding = head = 0
         for name in source.names():
-            if (tied and name == HEAD) or is_beyond(name, len(layers)):  # some files hold an unused copy
+            unused = (tied and name == HEAD) or is_beyond(name, len(layers))  # some files hold an unused copy
+            if unused or is_looked_up(name):
                 continue
             count = math.prod(source.shape(name))
             layer = layer_of(name, len(layers))

@@ -20,8 +20,8 @@ from swarm.planner.auditing.policy import MEASURED_LAYERS, AuditPolicy, HonestSp
 from swarm.row_digest import DIGEST_BYTES, UNKNOWN, token_digests
 from swarm.types import PeerId
 
-Distance = Callable[[bytes, bytes], float]
-"""Two rows as they cross the wire -> their relative distance."""
+Distance = Callable[[int, bytes, bytes], float]
+"""After which layer, and two rows as they cross the wire there -> their relative distance."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +213,7 @@ def _row_agreement(
     shared = [p for p in a.rows if p in b.rows and a.digest(a.outputs, p) != b.digest(b.outputs, p)]
     if not shared:
         return Agreement.UNKNOWN, 0.0
-    apart = median(distance(a.rows[p], b.rows[p]) for p in shared)
+    apart = median(distance(a.end, a.rows[p], b.rows[p]) for p in shared)
     spread = policy.spread(dtype, named=named and len(shared) >= policy.few_rows)
     return (Agreement.NEAR if apart <= too_far_apart(a.end, spread) else Agreement.FAR), apart
 

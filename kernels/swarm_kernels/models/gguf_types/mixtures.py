@@ -5,8 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 from swarm.errors import CorruptModel, UnsupportedModel
-from swarm_kernels.models.gguf_types.configs import biases, common, granite_fields, lfm2, no_window, rotate_partly
-from swarm_kernels.models.gguf_types.metadata import MAX_EXPERTS, Metadata
+from swarm_kernels.models.gguf_types.configs import (
+    biases,
+    common,
+    granite_fields,
+    lfm2,
+    no_window,
+    rotate_partly,
+    window_pattern,
+)
+from swarm_kernels.models.gguf_types.metadata import MAX_EXPERTS, MAX_LAYERS, Metadata
 
 _SOFTMAX, _SIGMOID = 1, 2
 """llama.cpp's `expert_gating_func`."""
@@ -14,6 +22,9 @@ _SOFTMAX, _SIGMOID = 1, 2
 _UNSTATED_GROUPS = {("deepseek_v2", 160): (8, 3), ("deepseek_v3", 256): (8, 4)}
 """Of DeepSeek's released models, whose files say nothing of the groups of experts until September 2025."""
 
+_PHI_MOE_CONTEXT = (1 << 17, 4096)
+_PHI_MOE_SCALE = 1.243163121016122
+"""The scale of rotary embeddings of Phi-3.5-MoE, whose files hold another one that its original does not use."""
 _LLAMA4_CHUNK = 8192
 _LLAMA4_WITHOUT_NORM = 128  # experts of the model that does not norm its queries
 
@@ -156,6 +167,68 @@ def minimax_m2(meta: Metadata) -> dict[str, Any]:
     )
     rotate_partly(config, meta)
     return config
+
+
+def phi_moe(meta: Metadata) -> dict[str, Any]:
+    """Phi-3.5-MoE. llama.cpp knows nothing of the jitter by which its original chooses experts."""
+    experts, used = _counts(meta)
+    _unscaled(meta)
+    config = common(meta, "phimoe", **biases(meta))
+    del config["head_dim"]
+    rope = config["rope_parameters"]
+    if rope["rope_type"] == "longrope":
+        if (config["max_position_embeddings"], rope["original_max_position_embeddings"]) != _PHI_MOE_CONTEXT:
+            raise UnsupportedModel(f"{meta.where} is no Phi-3.5-MoE; how it scales its rotary embedding is not stored")
+        rope |= {"short_mscale": _PHI_MOE_SCALE, "long_mscale": _PHI_MOE_SCALE}
+    elif rope["rope_type"] != "default":
+        raise UnsupportedModel(f"{meta.where} scales its rotary embedding otherwise than Phi-3.5-MoE")
+    return config | {
+        "num_local_experts": experts,
+        "num_experts_per_tok": used,
+        "sliding_window": meta.integer("attention.sliding_window", 0) or None,
+        "lm_head_bias": "output.bias" in meta.tensors,
+        "router_jitter_noise": 0.01,
+        "input_jitter_noise": 0.0,
+    }
+
+
+def mimo_v2(meta: Metadata) -> dict[str, Any]:
+    """MiMo V2, whose layers with a window have twice as many key heads as the others. A file holds the window of its
+    original's config, which counts the tokens before a row; transformers' counts the row too."""
+    experts, used = _counts(meta)
+    _unscaled(meta)
+    _routed_by(meta, _SIGMOID)
+    layers = meta.need("block_count", MAX_LAYERS) - (meta.integer("nextn_predict_layers", 0) or 0)
+    kinds = window_pattern(meta, layers, 1)
+    heads = meta.per_layer("attention.head_count_kv", layers) or [meta.need("attention.head_count_kv")] * layers
+    full = [each for each, kind in zip(heads, kinds, strict=True) if kind == "full_attention"]
+    key_heads = full[0] if full else heads[0] // 2
+    if any(each != key_heads * (1 + (kind == "sliding_attention")) for each, kind in zip(heads, kinds, strict=True)):
+        raise UnsupportedModel(f"{meta.where}: its layers have other key heads than those of MiMo V2")
+    config = common(meta, "mimo_v2_flash", key_heads, **biases(meta))
+    rotate_partly(config, meta)
+    groups, used_groups = meta.integer("expert_group_count", 1) or 1, meta.integer("expert_group_used_count", 1) or 1
+    _check_groups(meta, experts, groups, used_groups)
+    rope = config["rope_parameters"]
+    return config | {
+        "n_routed_experts": experts,
+        "num_experts_per_tok": used,
+        "moe_intermediate_size": _width(meta, used),
+        "n_group": groups,
+        "topk_group": used_groups,
+        "norm_topk_prob": True,
+        "v_head_dim": meta.need("attention.value_length"),
+        "attention_value_scale": meta.number("attention.value_scale") or 1.0,
+        "sliding_window": meta.need("attention.sliding_window") + 1,
+        "layer_types": kinds,
+        "mlp_layer_types": [
+            "sparse" if f"blk.{layer}.ffn_gate_inp.weight" in meta.tensors else "dense" for layer in range(layers)
+        ],
+        "rope_parameters": {
+            "full_attention": rope,
+            "sliding_attention": rope | {"rope_theta": meta.number("rope.freq_base_swa", rope["rope_theta"])},
+        },
+    }
 
 
 def glm4_moe(meta: Metadata) -> dict[str, Any]:

@@ -119,6 +119,21 @@ _MINIMAX_M2 = [
     *layers.experts("num_local_experts", "block_sparse_moe", _W),
     *layers.correction_bias("block_sparse_moe.e_score_correction_bias"),
 ]
+_PHI_MOE = [
+    *ATTENTION,
+    *linear("attn_norm", "input_layernorm"),
+    *linear("ffn_norm", "post_attention_layernorm"),
+    *layers.experts("num_local_experts", "block_sparse_moe", _W),
+]
+_PHI_MOE_EDGES = {**EDGES, "output.bias": ("lm_head.bias", whole), "output_norm.bias": ("model.norm.bias", whole)}
+_MIMO_V2 = [
+    *ATTENTION,
+    *NORMS,
+    rule("attn_sinks.weight", "self_attn.attention_sink_bias"),
+    *MLP,
+    *layers.experts("n_routed_experts"),
+    *layers.correction_bias("mlp.gate.e_score_correction_bias"),
+]
 _LLAMA = [*layers.INTERLEAVED_ATTENTION, *NORMS, *MLP, *layers.experts("num_local_experts", "block_sparse_moe", _W)]
 
 _LFM2_EDGES = {name: edge for name, edge in EDGES.items() if name != "output_norm.weight"} | {
@@ -162,6 +177,8 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "gpt-oss": Architecture(mixtures.gpt_oss, tuple(_GPT_OSS), EDGES),
     "llama4": Architecture(mixtures.llama4, tuple(_LLAMA4), EDGES),
     "minimax-m2": Architecture(mixtures.minimax_m2, tuple(_MINIMAX_M2), EDGES),
+    "phimoe": Architecture(mixtures.phi_moe, tuple(_PHI_MOE), _PHI_MOE_EDGES),
+    "mimo2": Architecture(mixtures.mimo_v2, tuple(_MIMO_V2), EDGES),
     "glm4moe": Architecture(mixtures.glm4_moe, tuple(_GLM4_MOE), EDGES),
     "lfm2": Architecture(configs.lfm2, tuple(_LFM2), _LFM2_EDGES),
     "lfm2moe": Architecture(mixtures.lfm2_moe, (*_LFM2, *_LFM2_MOE), _LFM2_EDGES),

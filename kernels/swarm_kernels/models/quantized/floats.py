@@ -28,6 +28,7 @@ from swarm_kernels.ops.base.fp8_linear import Fp8Weights, fp8_weights
 
 _FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)  # E2M1
 _CHUNK_ROWS = 4096  # of values unpacked at a time, so that indices never take more than the result
+_CHUNK_NUMBERS = 1 << 20  # likewise, of an expert
 _E8M0 = ("U8", "F8_E8M0")
 _NF4_GROUP = CodeFormat.NF4.inputs
 
@@ -139,9 +140,10 @@ def _mxfp4_codes(parts: Parts) -> CodedWeights | None:
     """`values` [out, ...] of in / 2 bytes, the lower half of each first, and `scale` [out, in / 32], as they are."""
     values = parts["values"].reshape(len(parts["values"]), -1)
     pairs = torch.empty(len(values), values.shape[1] // 16, 16, dtype=torch.uint8)
-    for at in range(0, len(values), _CHUNK_ROWS):
-        some = values[at : at + _CHUNK_ROWS]
-        pairs[at : at + _CHUNK_ROWS] = pairs_of(torch.stack((some & 0xF, some >> 4), dim=-1).flatten(1))
+    step = max(1, _CHUNK_NUMBERS // max(1, 2 * values.shape[1]))
+    for at in range(0, len(values), step):
+        some = values[at : at + step]
+        pairs[at : at + step] = pairs_of(torch.stack((some & 0xF, some >> 4), dim=-1).flatten(1))
     return coded_weights(CodeFormat.MXFP4, pairs, parts["scale"].view(torch.uint8))
 
 
@@ -149,10 +151,13 @@ def _unpack_mxfp4_experts(parts: Parts) -> torch.Tensor:
     blocks, scale = parts["values"], parts["scale"]
     experts, outputs, groups, half = blocks.shape
     out = torch.empty((experts, groups * half * 2, outputs), dtype=torch.bfloat16)
+    step = max(1, _CHUNK_NUMBERS // (groups * half * 2))
     for expert in range(experts):
-        exponents = scale[expert].int() - 127
-        values = torch.ldexp(_fp4_pairs(blocks[expert], torch.bfloat16), exponents.unsqueeze(-1))
-        out[expert] = values.reshape(outputs, -1).T
+        for at in range(0, outputs, step):
+            rows = slice(at, at + step)
+            exponents = scale[expert, rows].int() - 127
+            values = torch.ldexp(_fp4_pairs(blocks[expert, rows], torch.bfloat16), exponents.unsqueeze(-1))
+            out[expert, :, rows] = values.flatten(1).T
     return out
 
 

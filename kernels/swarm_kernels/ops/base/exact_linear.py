@@ -5,6 +5,7 @@ Their weights are read, rounded and dequantized again by each call, some rows at
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -83,6 +84,37 @@ def rounded_linear(weight: Matrix, bias: torch.Tensor | None = None) -> Linear:
 def dequantized_linear(weights: StoredWeights, bias: torch.Tensor | None, in_features: int) -> Linear:
     """As `rounded_linear`, of weights as a checkpoint holds them."""
     return ExactLinear(_Dequantized(weights, in_features), bias)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _ReadByEachCall(OfMatrix):
+    """A Linear whose stored weights are read by each call and dropped after it."""
+
+    read: Callable[[], StoredWeights | None]
+    bias: torch.Tensor | None
+    weight: torch.Tensor  # on the meta device: the shape
+
+    @property
+    def nbytes(self) -> int:
+        return 0 if self.bias is None else self.bias.nbytes
+
+    def _linear(self) -> Linear:
+        weights = self.read()
+        assert weights is not None  # it was there once
+        return dequantized_linear(weights, self.bias, self.weight.shape[1])
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self._linear()(x)
+
+    def embedding_rows(self, ids: torch.Tensor) -> torch.Tensor:
+        return self._linear().embedding_rows(ids)
+
+
+def stored_linear(read: Callable[[], StoredWeights | None], bias: torch.Tensor | None, in_features: int) -> Linear:
+    """As `dequantized_linear`, of weights that `read` returns, and that each call reads again."""
+    weights = read()
+    assert weights is not None
+    return _ReadByEachCall(read, bias, torch.empty(weights.out_features, in_features, device="meta"))
 
 
 def _dequantized(weights: StoredWeights, in_features: int) -> torch.Tensor:
