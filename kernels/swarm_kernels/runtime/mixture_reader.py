@@ -18,36 +18,78 @@ from swarm_kernels.ops import dispatch
 from swarm_kernels.ops.base.experts import Gating, GatingKind
 from swarm_kernels.ops.base.layer_weights import Activation, Linear
 from swarm_kernels.ops.base.routing import Routing, Scores
+from swarm_kernels.ops.base.split_experts import HeldExperts
 from swarm_kernels.runtime.weight_reader import Packs, WeightReader
 
 
 def read_mixture(
-    reader: WeightReader, config: ModelConfig, spec: MixtureSpec, prefix: str, packs: Packs, activation: Activation
+    reader: WeightReader,
+    config: ModelConfig,
+    spec: MixtureSpec,
+    layer: int,
+    packs: Packs,
+    activation: Activation,
+    held: HeldExperts | None = None,
 ) -> dispatch.Mixture:
-    """Of the layer with this prefix ("model.layers.3."). Raises CorruptModel."""
-    found, hidden = mixture_tensors(spec, prefix, reader.source.has), config.hidden_size
+    """Of a layer, with all its experts or those that are held. Raises CorruptModel."""
+    found, hidden = mixture_tensors(spec, prefix_of(layer), reader.source.has), config.hidden_size
     bias = found.router.removesuffix("weight") + "bias"
     router = packs.wide(
         reader.wide(found.router, spec.experts, hidden), reader.vector(bias, spec.experts) if spec.router_bias else None
     )
-    first, second = (
-        _apart(reader, spec, found, hidden, packs) if found.are_apart else _together(reader, spec, found, hidden, packs)
-    )
+    own = None
+    if held is None or held.experts:
+        own = _experts(reader, config, spec, found, packs, activation, held.experts if held else range(spec.experts))
+    if held is None:
+        assert own is not None
+        experts: dispatch.Experts = own
+    else:
+        experts = dispatch.split_experts(own, held.experts, spec.experts, hidden, layer, held.elsewhere)
     return dispatch.Mixture(
         router,
         _routing(spec),
-        dispatch.pack_experts(first, second, _gating(spec, activation)),
+        experts,
         reader.vector(found.correction, spec.experts) if found.correction else None,
         _shared(reader, spec, found, hidden, packs, activation) if found.shared else None,
         packs.wide(reader.wide(found.shared_gate, 1, hidden), None) if found.shared_gate else None,
     )
 
 
+def read_experts(
+    reader: WeightReader, config: ModelConfig, layer: int, packs: Packs, experts: range
+) -> dispatch.Experts:
+    """Some experts of a layer that has a mixture, and nothing else of it. Raises CorruptModel."""
+    spec = config.decoder
+    assert spec is not None  # the caller has looked
+    assert spec.mixture is not None
+    found = mixture_tensors(spec.mixture, prefix_of(layer), reader.source.has)
+    return _experts(reader, config, spec.mixture, found, packs, Activation[spec.activation.upper()], experts)
+
+
+def prefix_of(layer: int) -> str:
+    """Of its tensors' names."""
+    return f"model.layers.{layer}."
+
+
+def _experts(
+    reader: WeightReader,
+    config: ModelConfig,
+    spec: MixtureSpec,
+    found: MixtureTensors,
+    packs: Packs,
+    activation: Activation,
+    experts: range,
+) -> dispatch.Experts:
+    read = _apart if found.are_apart else _together
+    first, second = read(reader, spec, found, config.hidden_size, packs, experts)
+    return dispatch.pack_experts(first, second, _gating(spec, activation))
+
+
 def _apart(
-    reader: WeightReader, spec: MixtureSpec, found: MixtureTensors, hidden: int, packs: Packs
+    reader: WeightReader, spec: MixtureSpec, found: MixtureTensors, hidden: int, packs: Packs, experts: range
 ) -> tuple[list[Linear], list[Linear]]:
     first, second, width = [], [], spec.width
-    for expert in range(spec.experts):
+    for expert in experts:
         gate, up, down = (name.format(expert) for name in (found.gate, found.up, found.down))
         first.append(reader.linear([gate, up], [width, width], hidden, False, packs))
         second.append(reader.linear([down], [hidden], width, False, packs))
@@ -55,13 +97,13 @@ def _apart(
 
 
 def _together(
-    reader: WeightReader, spec: MixtureSpec, found: MixtureTensors, hidden: int, packs: Packs
+    reader: WeightReader, spec: MixtureSpec, found: MixtureTensors, hidden: int, packs: Packs, experts: range
 ) -> tuple[list[Linear], list[Linear]]:
     sizes = {found.first: (2 * spec.width, hidden), found.second: (hidden, spec.width)}
     linears = []
     for name, (outputs, inputs) in sizes.items():
         stored = (inputs, outputs) if spec.interleaved else (outputs, inputs)
-        experts = StackedExperts(
+        stacked = StackedExperts(
             name,
             [name],
             name,
@@ -73,7 +115,7 @@ def _together(
             transposed=spec.interleaved,
             interleaved=spec.interleaved and name == found.first,
         )
-        linears.append(experts.packed(reader, packs))
+        linears.append(stacked.packed(reader, packs, experts))
     return linears[0], linears[1]
 
 
@@ -114,12 +156,12 @@ class StackedExperts:
     transposed: bool = False
     interleaved: bool = False
 
-    def packed(self, reader: WeightReader, packs: Packs) -> list[Linear]:
-        """Raises CorruptModel."""
+    def packed(self, reader: WeightReader, packs: Packs, experts: range | None = None) -> list[Linear]:
+        """All, or some `experts`. Raises CorruptModel."""
         order = _gates_first(self.outputs) if self.interleaved else slice(None)
         pack = reader.pack_of(packs, self.names)
         linears = []
-        for expert in range(self.count):
+        for expert in range(self.count) if experts is None else experts:
             bias = None if self.biases is None else self.biases[expert][order]
             linear = self._as_stored(reader, packs, expert, order, bias)
             if linear is None:
