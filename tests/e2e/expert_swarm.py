@@ -1,5 +1,5 @@
-"""A swarm in one process and in real time, of nodes that share the experts of layers: `swarm_node.node.join` on a network
-in memory. In real time, since a leader's compute thread waits for what other nodes compute."""
+"""Whole nodes that share the experts of layers, in one process and on a network in memory. In real time, since a
+leader's compute thread waits for what other nodes compute."""
 
 from __future__ import annotations
 
@@ -129,13 +129,13 @@ class ExpertSwarm:
         await self.until(lambda snapshot: not snapshot.missing())
 
     @asynccontextmanager
-    async def client(self, **config: Any) -> AsyncIterator[SwarmClient]:
+    async def client(self, **given: Any) -> AsyncIterator[SwarmClient]:
         self._clients += 1
         transport = self.network.transport(Identity.from_seed((1000 + self._clients).to_bytes(32, "big")).peer)
         directory = self.network.directory(transport.peer)
         network = ClientNetwork.from_transport(transport, directory, LIMITS, time.time, time.monotonic)
-        options: Any = {"network": network, "source": self.source, "tokenizer": NumberTokenizer()}
-        settings = ClientConfig(**{"drafter": "ngram", "limits": LIMITS, **config})
+        options: Any = {"network": network, "source": self.source, "tokenizer": NumberTokenizer(), **given}
+        settings = ClientConfig(drafter="ngram", limits=LIMITS)
         async with network.pool, SwarmClient(config=settings, **options) as client:
             yield client
         await transport.close()

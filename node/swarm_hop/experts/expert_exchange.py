@@ -192,7 +192,16 @@ class ExpertExchange:
         """Raises SwarmError. As a child, so that `close` ends it."""
         if self._tasks.closed:
             raise self._lost(batch.layer, "this node stops")
-        return await self._tasks.start(self._outputs(batch), f"layer {batch.layer}")
+        found = await self._tasks.start(self._outputs_or_loss(batch), f"layer {batch.layer}")
+        if isinstance(found, NodeBusy):
+            raise found
+        return found
+
+    async def _outputs_or_loss(self, batch: _Batch) -> torch.Tensor | NodeBusy:
+        try:
+            return await self._outputs(batch)
+        except NodeBusy as error:
+            return error
 
     async def _outputs(self, batch: _Batch) -> torch.Tensor:
         """Every pair's output, `[pairs, hidden]`: of those who failed again, by others. Raises NodeBusy."""
