@@ -20,6 +20,7 @@ from swarm.testing.memory_network import LinkModel
 from swarm.types import NodeState
 from swarm_client.speculation.drafters.inline import InlineDrafter
 from swarm_hop.experts.policy import ExpertPolicy
+from swarm_node.membership.memory_plan import ModelMemory
 
 TOKENS, LAYERS = 24, 3
 KINDS: dict[str, dict[str, Any]] = {
@@ -208,6 +209,21 @@ async def test_the_leader_serves_again_once_somebody_holds_what_was_lost(monkeyp
         assert list(answer.token_ids) == expected
         assert answer.repairs
         await nodes[0].until("resumed")
+        assert list((await ask(swarm, decoding="sequential")).token_ids) == expected
+
+
+async def test_nodes_that_hold_no_layer_share_the_model_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each has room for half of a layer; they find who leads and who holds what."""
+    expected = await truth(monkeypatch, "qwen3_moe", "bf16", "greedy")
+    memory = ModelMemory.of(source("qwen3_moe"), torch.bfloat16)
+    budget = memory.memory_for(1) - 4 * memory.expert
+    async with expert_swarm(monkeypatch, source("qwen3_moe")) as swarm:
+        for _ in range(2 * LAYERS):
+            swarm.add(max_memory=budget)
+        await swarm.covered()
+        snapshot = await swarm.snapshot()
+        assert len(snapshot.serving()) == LAYERS
+        assert all(node.experts is not None for node in snapshot.nodes)
         assert list((await ask(swarm, decoding="sequential")).token_ids) == expected
 
 

@@ -156,7 +156,7 @@ class ExpertSharing:
     def _judge(self) -> None:
         """Announce our layers, or withdraw them."""
         own, lifecycle = self._led(), self._lifecycle
-        if own is None:
+        if own is None or lifecycle.phase not in (NodeState.WAITING, NodeState.SERVING):
             return
         layers = [layer for layer in own.layers if layer in self.mixtures.layers]
         self.missing = missing_experts(layers, own, [holder.share for holder in self.exchange.usable()])
