@@ -32,6 +32,8 @@ TEXT = {  # flag -> (its variable's text, the field and its value in the config)
     "peer": (MADDRS, "peers", tuple(MADDRS.split(","))),
     "listen": (MADDRS, "listen", tuple(MADDRS.split(","))),
     "layers": ("0:4", "layers", "0:4"),
+    "experts": ("0:8", "experts", "0:8"),
+    "lead": ("yes", "lead", True),
     "max-memory": ("6GB", "max_memory", 6 * 10**9),
     "dtype": ("int8", "dtype", "int8"),
     "medusa-heads": ("a.heads", "medusa_heads", Path("a.heads")),

@@ -111,20 +111,7 @@ class Node:
         self._accounts = Accounts(config, transport.peer, lambda: self._view.snapshot(), network.wall_clock)
         self._server = self._session_server(arithmetic(source.config, hardware.dtype, hardware.device))
         self._spans = SpanManager(hardware, self._server, limits, reporter.loading, on_fetched=reporter.fetching)
-        self._experts = self._spans.experts = ExpertSharing(
-            source.config,
-            hardware.dtype,
-            self._served,
-            self._pool,
-            Swarm(
-                lambda: self._view.snapshot(),
-                lambda: self._status.now(),
-                lambda: self._publisher.changed(),
-                reporter.event,
-            ),
-            self._spans.lifecycle,
-            limits.dial_timeout_s,
-        )
+        self._experts = self._spans.experts = self._expert_sharing(hardware)
         self._acquaintances = Acquaintances(transport.peer)
         self._rtt_monitor = RttMonitor(self._pool, transport.peer, acquaintances=self._acquaintances)
         self._status = NodeStatus(
@@ -137,7 +124,6 @@ class Node:
             self._rtt_monitor,
             upload,
             self._accounts,
-            lambda: self._experts.waits_for,
         )
         self._records = SwarmRecords(network, self._pool, config, source.name, hardware.num_layers)
         self._view = SwarmView(self._records.reader.snapshot, self._status.now)
@@ -176,6 +162,22 @@ class Node:
         )
         server.audits.arithmetic = arithmetic
         return server
+
+    def _expert_sharing(self, hardware: Hardware) -> ExpertSharing:
+        return ExpertSharing(
+            hardware.source.config,
+            hardware.dtype,
+            self._served,
+            self._pool,
+            Swarm(
+                lambda: self._view.snapshot(),
+                lambda: self._status.now(),
+                lambda: self._publisher.changed(),
+                self._reporter.event,
+            ),
+            self._spans.lifecycle,
+            self._config.limits.dial_timeout_s,
+        )
 
     async def run(self, stop: asyncio.Event) -> None:
         """Raises SwarmError. Withdraws our record and leaves nothing running."""

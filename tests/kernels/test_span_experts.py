@@ -18,8 +18,8 @@ from swarm_kernels.kvcache.cache import StepRequest
 from swarm_kernels.ops import dispatch
 from swarm_kernels.ops.base.split_experts import Ask, ExpertsElsewhere, HeldExperts, Wait, outputs_of, zeros
 from swarm_kernels.ops.cpu.cpu_descriptors import runs
-from swarm_kernels.runtime.expert_span import ExpertSpan, rows_dtype
 from swarm_kernels.runtime.load import load_experts, load_span
+from swarm_kernels.runtime.mixture_reader import ExpertSpan, rows_dtype
 from swarm_kernels.runtime.span import Span
 
 MODELS: dict[str, dict[str, Any]] = {

@@ -27,8 +27,8 @@ from swarm_hop.experts.expert_service import ExpertService
 from swarm_hop.experts.policy import ExpertPolicy
 from swarm_hop.experts.rows import outputs_from_wire, pairs_of_frame, rows_from_wire, rows_to_wire
 from swarm_hop.serving.compute_device import InlineDevice
-from swarm_kernels.runtime.expert_span import ExpertSpan
 from swarm_kernels.runtime.load import load_experts
+from swarm_kernels.runtime.mixture_reader import ExpertSpan
 
 SERVED = ModelId("tiny", "h" * 32, "fp32")
 LAYERS, EXPERTS, HIDDEN = LayerSpan(0, 2), range(2, 6), 96

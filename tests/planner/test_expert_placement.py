@@ -16,6 +16,7 @@ from swarm.planner.placement.experts import (
     missing_experts,
     place_shares,
 )
+from swarm.planner.routing.rules import ChainRules
 from swarm.types import ExpertShare, LayerSpan, NodeProfile, NodeState, Snapshot
 
 COUNT, LAYERS = 16, 3
@@ -135,3 +136,11 @@ def test_bounds() -> None:
     for first, end, count in ((-1, 2, 4), (3, 2, 4), (0, 5, 4), (0, 1, 5000)):
         with pytest.raises(UsageError):
             ExpertShare(LayerSpan(0, 1), first, end, count)
+
+
+def test_a_trusted_end_must_hold_all_experts_itself() -> None:
+    rules = ChainRules(ends=frozenset({"a"}))
+    assert not rules.allows(leader("a", share(0, 4)))
+    assert rules.allows(leader("a", share(0, COUNT)))
+    assert rules.allows(leader("b", share(0, 4)))
+    assert rules.allows(node("a", span=LayerSpan(0, 1), state=NodeState.SERVING))

@@ -21,9 +21,8 @@ from swarm_kernels.ops import dispatch
 from swarm_kernels.ops.base.layer_weights import Mixture
 from swarm_kernels.ops.base.split_experts import HeldExperts, outputs_of
 from swarm_kernels.ops.base.torch_reference import decoder_layer
-from swarm_kernels.runtime.expert_span import ExpertSpan
 from swarm_kernels.runtime.llama_span import LlamaSpan, load_layer
-from swarm_kernels.runtime.mixture_reader import read_experts
+from swarm_kernels.runtime.mixture_reader import ExpertSpan, read_experts
 from swarm_kernels.runtime.span import Span
 from swarm_kernels.runtime.weight_reader import WeightReader, exact_packs_of
 

@@ -14,8 +14,8 @@ from swarm_kernels.device.device import release_free_memory
 from swarm_kernels.models.layers import tensors_of_experts, tensors_of_span
 from swarm_kernels.models.source import FetchProgress, ModelSource
 from swarm_kernels.ops.base.split_experts import HeldExperts
-from swarm_kernels.runtime.expert_span import ExpertSpan
 from swarm_kernels.runtime.llama_span import LlamaSpan
+from swarm_kernels.runtime.mixture_reader import ExpertSpan
 from swarm_kernels.runtime.span import Progress, Span
 
 

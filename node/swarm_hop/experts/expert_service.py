@@ -1,7 +1,7 @@
 """The holder's side: computes experts for the leaders of their layers, one frame after another.
 
 Owns who may ask, how many frames wait, and every reason to refuse one. Who leads our layers is told by `membership`, by
-their signed records; tensors belong to `swarm_kernels.runtime.expert_span`.
+their signed records; tensors belong to `swarm_kernels.runtime.mixture_reader`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from swarm_hop.experts.policy import ExpertPolicy
 from swarm_hop.experts.rows import OUTPUT, outputs_to_wire, rows_from_wire
 from swarm_hop.serving.compute_device import ComputeDevice
 from swarm_hop.serving.session import PeerChannel
-from swarm_kernels.runtime.expert_span import ExpertSpan, rows_dtype
+from swarm_kernels.runtime.mixture_reader import ExpertSpan, rows_dtype
 
 logger = logging.getLogger(__name__)
 

@@ -25,7 +25,7 @@ from swarm_hop.experts.expert_service import ExpertService
 from swarm_hop.serving.links import Links
 from swarm_hop.serving.session import PeerChannel
 from swarm_kernels.models.config import ModelConfig
-from swarm_kernels.runtime.expert_span import rows_dtype
+from swarm_kernels.runtime.mixture_reader import rows_dtype
 from swarm_node.membership.lifecycle import Lifecycle
 from swarm_node.membership.placement import Mixtures, alike
 from swarm_node.membership.policy import MembershipPolicy

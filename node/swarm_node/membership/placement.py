@@ -15,7 +15,7 @@ from swarm.planner.placement.experts import PlacedShare, place_shares
 from swarm.planner.placement.join import place_joiners
 from swarm.types import ExpertShare, LayerSpan, NodeProfile, NodeState, Snapshot, coverage, missing_ranges
 from swarm_kernels.models.config import ModelConfig
-from swarm_kernels.runtime.expert_span import mixture_layers
+from swarm_kernels.runtime.mixture_reader import mixture_layers
 
 
 @dataclass(frozen=True, slots=True)

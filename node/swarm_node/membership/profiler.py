@@ -33,8 +33,8 @@ from swarm_kernels.models.source import ModelSource
 from swarm_kernels.ops import dispatch
 from swarm_kernels.ops.base.split_experts import HeldExperts
 from swarm_kernels.ops.triton import selector
-from swarm_kernels.runtime.expert_span import mixture_layers
 from swarm_kernels.runtime.load import load_span
+from swarm_kernels.runtime.mixture_reader import mixture_layers
 from swarm_kernels.runtime.span import Span
 from swarm_node.membership.policy import CalibrationPolicy
 

@@ -33,8 +33,8 @@ from swarm_kernels.draft.medusa import MedusaHeads
 from swarm_kernels.models.config import ModelConfig
 from swarm_kernels.models.source import FetchProgress
 from swarm_kernels.ops.base.split_experts import HeldExperts
-from swarm_kernels.runtime.expert_span import ExpertSpan
 from swarm_kernels.runtime.load import load_experts, load_span
+from swarm_kernels.runtime.mixture_reader import ExpertSpan
 from swarm_kernels.runtime.span import Progress
 from swarm_kernels.tokenizer.tokenizer import load_tokenizer
 from swarm_node.membership.hardware import Hardware, memory_for
@@ -52,11 +52,14 @@ def attention_context(config: ModelConfig) -> float:
     return matrices / (2.0 * queries)
 
 
-class Experts(Protocol):
+class ExpertParts(Protocol):
     """What computes experts for others, and asks others for theirs."""
 
     service: ExpertService
     exchange: ExpertExchange
+
+    @property
+    def waits_for(self) -> str: ...
 
     async def close(self) -> None: ...
 
@@ -107,7 +110,7 @@ class SpanManager:
         self._on_fetched = on_fetched
         self._policy = policy
         self.cost = hardware.calibration.cost
-        self.experts: Experts | None = None  # for layers that are too big for a node; set before `load`
+        self.experts: ExpertParts | None = None  # for layers that are too big for a node; set before `load`
         self._expert_span: ExpertSpan | None = None
         self._layer_time = LayerTimeEstimator(self.cost)
         self._watch = split_watch(hardware.calibration)

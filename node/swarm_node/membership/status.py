@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,7 +36,6 @@ class NodeStatus:
     rtt_monitor: RttMonitor
     upload: UploadBucket
     accounts: Accounts
-    waits_for: Callable[[], str] = lambda: ""  # experts that nobody holds
     since: float = field(default_factory=time.monotonic)
     _counted: tuple[int, float, int] = (0, 0.0, 0)  # layer tokens, seconds, bytes that the ledger has
 
@@ -137,7 +135,7 @@ class NodeStatus:
             start=profile.span.start if profile.span else None,
             end=profile.span.end if profile.span else None,
             experts=str(profile.experts or ""),
-            waits_for=self.waits_for(),
+            waits_for="" if self.spans.experts is None else self.spans.experts.waits_for,
             layer_ms=self.spans.layer_ms,
             layer_capacity=profile.layer_capacity,
             kv_capacity_tokens=profile.kv_capacity_tokens,
