@@ -92,9 +92,9 @@ TEXT = {  # flag -> (its variable's text, the field and its value in the config)
 
 
 def flags_of(app: typer.Typer, name: str | None = None) -> list[str]:
-    command: Any = typer.main.get_command(app)
-    command = command.commands[name] if name else command
-    flags = [max(p.opts, key=len) for p in command.params if p.expose_value and not p.is_eager]
+    top: Any = typer.main.get_command(app)
+    params = (top.commands[name] if name else top).params
+    flags = [max(p.opts, key=len) for p in params if p.expose_value and not p.is_eager]
     return sorted(flag.removeprefix("--") for flag in flags if flag.startswith("--"))  # arguments are no flags
 
 

@@ -30,7 +30,7 @@ from swarm_kernels.audit.arithmetic import arithmetic
 from swarm_node.membership.accounts import Accounts
 from swarm_node.membership.acquaintances import Acquaintances
 from swarm_node.membership.address_book import AddressBook
-from swarm_node.membership.expert_sharing import ExpertSharing, Swarm
+from swarm_node.membership.expert_sharing import ExpertSharing, Surroundings
 from swarm_node.membership.hardware import Hardware, in_thread, measure
 from swarm_node.membership.maintenance import MaintenanceLoop
 from swarm_node.membership.record_publisher import RecordPublisher
@@ -169,7 +169,7 @@ class Node:
             hardware.dtype,
             self._served,
             self._pool,
-            Swarm(
+            Surroundings(
                 lambda: self._view.snapshot(),
                 lambda: self._status.now(),
                 lambda: self._publisher.changed(),

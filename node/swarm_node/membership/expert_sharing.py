@@ -37,7 +37,7 @@ Missing = dict[int, tuple[tuple[int, int], ...]]
 
 
 @dataclass(frozen=True, slots=True)
-class Swarm:
+class Surroundings:
     """What is needed of the rest of the node. `snapshot()` raises NetworkError; `changed()`: publish our record;
     `report(event, sentence)` tells the owner."""
 
@@ -56,7 +56,7 @@ class ExpertSharing:
         weights: torch.dtype,
         served: ModelId,
         links: Links,
-        swarm: Swarm,
+        swarm: Surroundings,
         lifecycle: Lifecycle,
         timeout_s: float,
         policy: MembershipPolicy = MembershipPolicy(),

@@ -44,7 +44,7 @@ class ChainRules:
     not_first: frozenset[PeerId] = frozenset()
 
     def allows(self, node: NodeProfile) -> bool:
-        """Whether it may be a hop at all: one of `ends` that shares its experts hands rows to nodes that nobody named."""
+        """Whether it may be a hop: one of `ends` that shares its experts hands rows to nodes that nobody named."""
         return node.peer not in self.ends or node.experts is None or len(node.experts.experts) == node.experts.count
 
     def links(self, nodes: Sequence[NodeProfile], rho_ms: Floats) -> Floats:
