@@ -52,7 +52,7 @@ def attention_context(config: ModelConfig) -> float:
     return matrices / (2.0 * queries)
 
 
-class ExpertParts(Protocol):
+class ExpertRoles(Protocol):
     """What computes experts for others, and asks others for theirs."""
 
     service: ExpertService
@@ -110,7 +110,7 @@ class SpanManager:
         self._on_fetched = on_fetched
         self._policy = policy
         self.cost = hardware.calibration.cost
-        self.experts: ExpertParts | None = None  # for layers that are too big for a node; set before `load`
+        self.experts: ExpertRoles | None = None  # for layers that are too big for a node; set before `load`
         self._expert_span: ExpertSpan | None = None
         self._layer_time = LayerTimeEstimator(self.cost)
         self._watch = split_watch(hardware.calibration)
