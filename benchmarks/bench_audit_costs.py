@@ -20,9 +20,8 @@ from dataclasses import replace
 from audit_machines import EDGES, MACHINES
 from audit_recording import SAMPLED, ChainOfHops, Rows, prefilled
 
-from swarm.audit_messages import MARGIN_BYTES
+from swarm.audit_messages import DIGEST_BYTES, MARGIN_BYTES, row_digests, token_digests
 from swarm.planner.auditing.policy import POLICY
-from swarm.row_digest import DIGEST_BYTES, row_digests, token_digests
 from swarm_kernels.kvcache.cache import StepRequest
 from swarm_kernels.models.open import open_model
 from swarm_kernels.ops.cpu import cpu_library

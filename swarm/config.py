@@ -79,6 +79,8 @@ class NodeConfig:
     listen: tuple[str, ...] = ("/ip4/0.0.0.0/tcp/0",)  # any port, all networks: others must reach it
     gpu: Annotated[int, Meta(ge=0)] | None = None  # None: the CPU
     layers: str | None = None  # "START:END"; None: automatic placement
+    experts: str | None = None  # "START:END" of each of these layers, which others lead; None: all, or none with `lead`
+    lead: bool = False  # lead these layers, with `experts` alone: other nodes hold the others
     max_memory: Size | None = None  # bytes; None: most of what is free
     dtype: str = "bf16"  # or "auto": the format of the model's files
     medusa_heads: Path | None = None  # Medusa heads, run by the tail

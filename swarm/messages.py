@@ -8,6 +8,7 @@ Owns the names, fields and size bounds of all messages between peers. Does not k
     hop -> client   SessionOpened, SessionFailed, StepResult (from the tail), Step (on an edge that the client relays),
                     ProgressReport, AuditReport, TapRows, Pong
 
+    hop -> experts  ExpertRows (body: rows), answered with ExpertOutputs or ExpertsRefused (`expert_messages`)
     any -> hop      RecordsQuery, answered with Records (`gossip_messages`)
 
 Any of them may be followed by PathSwitch, when their connection migrates to another path.
@@ -22,6 +23,7 @@ from msgspec import Meta
 
 from swarm.audit_messages import MAX_CLAIMED, AuditQuery, AuditReport
 from swarm.block_hash import HASH_BYTES
+from swarm.expert_messages import ExpertOutputs, ExpertRows, ExpertsRefused
 from swarm.gossip_messages import Records, RecordsQuery
 from swarm.kv_token import KEY_BYTES, TOKEN_BYTES
 from swarm.receipts import WorkReceipt
@@ -374,7 +376,7 @@ class PathSwitch(Message, frozen=True, tag="path_switch"):
     nonce: Serial
 
 
-OutsideSessions = Ping | Pong | PathSwitch | RecordsQuery | Records
+OutsideSessions = Ping | Pong | PathSwitch | RecordsQuery | Records | ExpertRows | ExpertOutputs | ExpertsRefused
 """Messages without a session id."""
 
 AnyMessage = (

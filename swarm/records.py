@@ -19,7 +19,17 @@ import msgspec
 from msgspec import Meta
 
 from swarm.errors import UNDECODABLE, ProtocolError
-from swarm.types import UNMEASURED, CostCurve, LayerSpan, NodeProfile, NodeState, PeerId, Snapshot
+from swarm.types import (
+    MAX_EXPERTS,
+    UNMEASURED,
+    CostCurve,
+    ExpertShare,
+    LayerSpan,
+    NodeProfile,
+    NodeState,
+    PeerId,
+    Snapshot,
+)
 from swarm.wire_types import MAX_RECORD as MAX_RECORD
 
 Sign = Callable[[bytes], bytes]
@@ -41,6 +51,7 @@ PeerText = Annotated[str, Meta(min_length=1, max_length=128)]
 Name = Annotated[str, Meta(max_length=64)]
 Milliseconds = Annotated[float, Meta(ge=0.0, le=1e7)]
 Layer = Annotated[int, Meta(ge=0, le=MAX_LAYERS)]
+Expert = Annotated[int, Meta(ge=0, le=MAX_EXPERTS)]
 Tokens = Annotated[int, Meta(ge=0, le=1 << 40)]
 OwnerTag = Annotated[bytes, Meta(min_length=_TAG_BYTES, max_length=_TAG_BYTES)]
 
@@ -77,6 +88,8 @@ class NodeRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=False, omit_
     left: bool = False  # it has left the swarm: a goodbye, which older records must not undo
     proof: Annotated[bytes, Meta(max_length=MAX_PROOF)] = b""  # of work (`net.security.proof_of_work`)
     owners: Annotated[tuple[OwnerTag, ...], Meta(max_length=MAX_OWNERS)] = ()  # marks of its owner's clients
+    experts: tuple[Layer, Layer, Expert, Expert, Expert] | None = None  # `ExpertShare`: layers, experts, of how many
+    room: tuple[Expert, Annotated[int, Meta(ge=-1, le=MAX_EXPERTS)]] = (0, -1)  # for experts; besides, as a leader
 
 
 class _Claim(msgspec.Struct, frozen=True):
@@ -243,6 +256,9 @@ def to_profile(record: NodeRecord) -> NodeProfile:
         pinned=record.pinned,
         identity_proof=record.proof,
         owners=record.owners,
+        experts=ExpertShare(LayerSpan(*record.experts[:2]), *record.experts[2:]) if record.experts else None,
+        expert_room=record.room[0],
+        lead_room=record.room[1],
         published_at=record.at,
     )
 
@@ -277,7 +293,13 @@ def _from_profile(profile: NodeProfile, model: str, num_layers: int, lifetime_s:
         pinned=profile.pinned,
         proof=profile.identity_proof,
         owners=profile.owners[:MAX_OWNERS],
+        experts=_wire_share(profile.experts),
+        room=(profile.expert_room, profile.lead_room),
     )
+
+
+def _wire_share(share: ExpertShare | None) -> tuple[int, int, int, int, int] | None:
+    return None if share is None else (share.layers.start, share.layers.end, share.first, share.end, share.count)
 
 
 def _pack(record: NodeRecord, sign: Sign) -> bytes:
@@ -325,7 +347,10 @@ def _check_fields(record: NodeRecord) -> None:
     span = record.span
     if span is not None and not span[0] < span[1] <= record.layers:
         raise InvalidRecord("malformed", f"layers {span[0]}:{span[1]} of a model of {record.layers}")
-    if span is None and (record.state in (NodeState.SERVING, NodeState.LEAVING, NodeState.DRAINING) or record.layer_us):
+    if record.experts is not None:
+        _check_experts(record.experts, span, record.layers)
+    placed = record.state not in (NodeState.JOINING, NodeState.LOADING)
+    if span is None and ((placed and record.experts is None) or record.layer_us):
         raise InvalidRecord("malformed", f"a {record.state} node without layers")
     if span is not None and len(record.layer_us) not in (0, 1, span[1] - span[0]):
         raise InvalidRecord("malformed", f"{len(record.layer_us)} layer times for layers {span[0]}:{span[1]}")
@@ -335,3 +360,11 @@ def _check_fields(record: NodeRecord) -> None:
     numbers = (*record.coord, *record.links.values())
     if not all(math.isfinite(x) for x in numbers):
         raise InvalidRecord("malformed", "a coordinate or link that is not a number")
+
+
+def _check_experts(share: tuple[int, int, int, int, int], span: tuple[int, int] | None, layers: int) -> None:
+    """A leader's are those of its span, and may be none."""
+    start, end, first, last, count = share
+    within = 0 <= start < end <= layers and first <= last <= count
+    if not within or (first == last if span is None else (start, end) != span):
+        raise InvalidRecord("malformed", f"experts {first}:{last} of {count} in layers {start}:{end} of {layers}")

@@ -19,6 +19,7 @@ from swarm.errors import UsageError
 MAX_GRAMMAR_LENGTH = 64 << 10  # characters
 MAX_LOGPROBS = 20  # alternatives of one token
 MAX_LOGIT_BIAS = 1024  # tokens
+MAX_EXPERTS = 4096  # of one layer
 MAX_SLOTS = 4096  # tree slots of one session
 MAX_TAPS = 8  # of one drafter
 TAP_GROUP = 64  # numbers of a tapped row in 8 bits that share a bf16 scale
@@ -74,11 +75,34 @@ def layers_of_hop(start: int, end: int) -> LayerSpan:
     return LayerSpan(start, end) if end != start else NoLayers(start, end)
 
 
+@dataclass(frozen=True, slots=True, order=True)
+class ExpertShare:
+    """Experts `[first, end)` of the `count` of each mixture in `layers`. The node that leads these layers may hold none
+    of them; one that holds them for a leader holds some."""
+
+    layers: LayerSpan
+    first: int
+    end: int
+    count: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.first <= self.end <= self.count <= MAX_EXPERTS:
+            raise UsageError(f"experts {self.first}:{self.end} are none of the {self.count} of a layer")
+
+    @property
+    def experts(self) -> range:
+        return range(self.first, self.end)
+
+    def __str__(self) -> str:
+        return f"experts {self.first}:{self.end} of layers {self.layers}"
+
+
 class NodeState(enum.StrEnum):
     """Where a node is in its life. Only SERVING and LEAVING nodes are routed to."""
 
     JOINING = "joining"  # calibrated, has not chosen its layers
     LOADING = "loading"  # has chosen its layers, is reading weights
+    WAITING = "waiting"  # leads its layers, of which nobody holds some experts now
     SERVING = "serving"
     LEAVING = "leaving"  # still serves; others should take over its layers
     DRAINING = "draining"  # finishes its sessions, accepts no new ones
@@ -140,12 +164,20 @@ class NodeProfile:
     pinned: bool = False  # manual placement (`--layers`): rebalancing leaves it alone
     identity_proof: bytes = b""  # of work for its peer id, if it has one (`net.security.proof_of_work`)
     owners: tuple[bytes, ...] = ()  # marks of its owner's clients (`records.owner_tag`)
+    experts: ExpertShare | None = None  # of its span, which it leads, or held for leaders, without a span; None: all
+    expert_room: int = 0  # experts of one layer that it could hold for a leader, if it holds no whole layer
+    lead_room: int = -1  # ... that it could hold if it led the layer; -1: it could not
     published_at: float = 0.0  # its clock, seconds since the epoch
 
     @property
     def serving(self) -> bool:
         """Whether it accepts sessions."""
         return self.state in (NodeState.SERVING, NodeState.LEAVING) and self.span is not None
+
+    @property
+    def holds_for_others(self) -> bool:
+        """Whether it holds experts for nodes that lead their layers, or is about to. Such a node is no hop."""
+        return self.experts is not None and self.span is None
 
     @property
     def departing(self) -> bool:

@@ -23,8 +23,7 @@ from swarm_gateway.server import cli as gateway
 from swarm_node.commands import cli, flags
 
 MADDRS = "/ip4/10.0.0.1/tcp/1/p2p/a,/ip4/10.0.0.2/tcp/2/p2p/b"
-SECRET = "a secret of many letters"
-INVITED = "swarm:"  # no token: that it is read shows in the error
+SECRET, INVITED = "a secret of many letters", "swarm:"  # no token: that it is read shows in the error
 TEXT = {  # flag -> (its variable's text, the field and its value in the config)
     "gpu": ("1", "gpu", 1),
     "cpu": ("1", "gpu", None),
@@ -32,6 +31,8 @@ TEXT = {  # flag -> (its variable's text, the field and its value in the config)
     "peer": (MADDRS, "peers", tuple(MADDRS.split(","))),
     "listen": (MADDRS, "listen", tuple(MADDRS.split(","))),
     "layers": ("0:4", "layers", "0:4"),
+    "experts": ("0:8", "experts", "0:8"),
+    "lead": ("yes", "lead", True),
     "max-memory": ("6GB", "max_memory", 6 * 10**9),
     "dtype": ("int8", "dtype", "int8"),
     "medusa-heads": ("a.heads", "medusa_heads", Path("a.heads")),
@@ -90,10 +91,10 @@ TEXT = {  # flag -> (its variable's text, the field and its value in the config)
 
 
 def flags_of(app: typer.Typer, name: str | None = None) -> list[str]:
-    command: Any = typer.main.get_command(app)
-    command = command.commands[name] if name else command
-    flags = [max(p.opts, key=len) for p in command.params if p.expose_value and not p.is_eager]
-    return sorted(flag.removeprefix("--") for flag in flags if flag.startswith("--"))  # arguments are no flags
+    top: Any = typer.main.get_command(app)
+    params = (top.commands[name] if name else top).params
+    flags = (max(p.opts, key=len) for p in params if p.expose_value and not p.is_eager)
+    return sorted(flag[2:] for flag in flags if flag.startswith("--"))  # arguments are no flags
 
 
 @pytest.fixture
@@ -224,8 +225,7 @@ def test_old_flags_of_join_still_work_and_are_hidden(
     assert getattr(seen.join("=".join(old)).config, name) == expected
     text = old[1] if len(old) > 1 else "1"
     assert getattr(seen.join(**{old[0].removeprefix("--"): text}).config, name) == expected
-    file = tmp_path / "old.toml"
-    file.write_text(f'{old[0].removeprefix("--").replace("-", "_")} = "{text}"\n')
+    (file := tmp_path / "old.toml").write_text(f'{old[0].removeprefix("--").replace("-", "_")} = "{text}"\n')
     assert getattr(seen.join("--config", str(file)).config, name) == expected
     hidden(cli.app, old[0], "join")
 

@@ -16,7 +16,7 @@ from swarm import records
 from swarm.errors import ProtocolError
 from swarm.net.security.identity import Identity, verify
 from swarm.records import MAX_LIFETIME_S, MAX_OWNERS, MAX_RECORD, InvalidRecord, owner_tag
-from swarm.types import UNMEASURED, CostCurve, LayerSpan, NodeProfile, NodeState
+from swarm.types import UNMEASURED, CostCurve, ExpertShare, LayerSpan, NodeProfile, NodeState
 
 NOW = 1_700_000_000.0
 MODEL = "smollm2-135m"
@@ -170,10 +170,36 @@ def test_why_records_are_rejected() -> None:
         {"sessions": 1 << 60},
         {"addrs": ["x" * 500]},
         {"peer": 5},
+        {"experts": [10, 30, 4, 2, 8]},
+        {"experts": [10, 30, 0, 9, 8]},
+        {"experts": [10, 30, 0, 4, 1 << 20]},
+        {"experts": [10, 29, 0, 4, 8]},  # not those of its span
+        {"experts": [10, 31, 0, 4, 8], "span": None, "layer_us": []},
+        {"experts": [20, 20, 0, 4, 8], "span": None, "layer_us": []},
+        {"experts": [10, 30, 4, 4, 8], "span": None, "layer_us": []},  # none of them, for nobody
+        {"experts": [10, 30, 0, 4]},
+        {"state": "waiting", "span": None, "layer_us": []},
+        {"room": [1 << 20, 0]},
+        {"room": [0, -2]},
     ],
 )
 def test_malformed_fields(changes: dict[str, Any]) -> None:
     assert reason(forged(**changes)) == "malformed"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"experts": ExpertShare(LayerSpan(10, 30), 0, 0, 128), "state": NodeState.WAITING},
+        {"experts": ExpertShare(LayerSpan(10, 30), 64, 128, 128)},
+        {"experts": ExpertShare(LayerSpan(3, 4), 0, 64, 128), "span": None, "layer_ms": ()},
+        {"expert_room": 40, "lead_room": 12, "span": None, "layer_ms": (), "state": NodeState.JOINING},
+    ],
+)
+def test_shares_of_experts_survive(changes: dict[str, Any]) -> None:
+    decoded = records.decode(record(**changes), ALICE.peer, MODEL, NOW, verify)
+    assert records.to_profile(decoded) == profile(**changes)
+    assert records.to_profile(decoded).serving == (changes.get("span", 1) is not None and "state" not in changes)
 
 
 def test_fields_of_later_versions_are_ignored() -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-import threading
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import replace
@@ -23,7 +22,7 @@ from swarm.net.transports.rate_limit import RateLimitedTransport, UploadBucket
 from swarm.planner.rebalancing.policy import RebalancePolicy
 from swarm.planner.rebalancing.rebalancer import RebalanceDecision, Rebalancer
 from swarm.planner.schemas import placement_request_json
-from swarm.types import ModelId, NodeState
+from swarm.types import ModelId, PeerId
 from swarm_hop.serving.drain import drain_sessions, wait_for_takeover
 from swarm_hop.serving.policy import DrainPolicy
 from swarm_hop.serving.session_server import SessionServer
@@ -31,7 +30,8 @@ from swarm_kernels.audit.arithmetic import arithmetic
 from swarm_node.membership.accounts import Accounts
 from swarm_node.membership.acquaintances import Acquaintances
 from swarm_node.membership.address_book import AddressBook
-from swarm_node.membership.hardware import Hardware, measure
+from swarm_node.membership.expert_sharing import ExpertSharing, Surroundings
+from swarm_node.membership.hardware import Hardware, in_thread, measure
 from swarm_node.membership.maintenance import MaintenanceLoop
 from swarm_node.membership.record_publisher import RecordPublisher
 from swarm_node.membership.rtt_monitor import RttMonitor
@@ -79,28 +79,9 @@ async def _open(config: NodeConfig, connect: Connect, stack: AsyncExitStack) -> 
     """Open the network and measure the machine at the same time."""
     with first_of_group():
         async with asyncio.TaskGroup() as group:
-            measuring = group.create_task(_measure(config, stack), name="measure")
+            measuring = group.create_task(in_thread(lambda: measure(config), stack), name="measure")
             network = await stack.enter_async_context(connect(config))
     return measuring.result(), network
-
-
-async def _measure(config: NodeConfig, stack: AsyncExitStack) -> Hardware:
-    """Measure in a thread; when cancelled meanwhile, the thread closes the model's files."""
-    abandoned = threading.Event()
-
-    def work() -> Hardware:
-        hardware = measure(config)
-        if abandoned.is_set():
-            hardware.source.close()
-        return hardware
-
-    try:
-        hardware = await asyncio.to_thread(work)
-    except asyncio.CancelledError:
-        abandoned.set()
-        raise
-    stack.callback(hardware.source.close)
-    return hardware
 
 
 class Node:
@@ -125,13 +106,12 @@ class Node:
         self._availability = Availability()
         upload = UploadBucket(config.upload_limit or math.inf)
         transport = RateLimitedTransport(network.transport, upload)
-        self._pool = ConnectionPool(
-            transport, self._on_frame, self._on_lost, limits, network.links, lambda peer: self._server.uses(peer)
-        )
+        self._pool = ConnectionPool(transport, self._on_frame, self._on_lost, limits, network.links, self._uses)
         self._addresses = AddressBook(lambda: self._view.snapshot())
         self._accounts = Accounts(config, transport.peer, lambda: self._view.snapshot(), network.wall_clock)
         self._server = self._session_server(arithmetic(source.config, hardware.dtype, hardware.device))
         self._spans = SpanManager(hardware, self._server, limits, reporter.loading, on_fetched=reporter.fetching)
+        self._experts = self._spans.experts = self._expert_sharing(hardware)
         self._acquaintances = Acquaintances(transport.peer)
         self._rtt_monitor = RttMonitor(self._pool, transport.peer, acquaintances=self._acquaintances)
         self._status = NodeStatus(
@@ -165,6 +145,7 @@ class Node:
             snapshot=self._view.snapshot,
             profile=self._status.now,
             publish=self._publisher.publish,
+            mixtures=self._experts.mixtures,
         )
 
     def _session_server(self, arithmetic: str) -> SessionServer:
@@ -182,6 +163,22 @@ class Node:
         server.audits.arithmetic = arithmetic
         return server
 
+    def _expert_sharing(self, hardware: Hardware) -> ExpertSharing:
+        return ExpertSharing(
+            hardware.source.config,
+            hardware.dtype,
+            self._served,
+            self._pool,
+            Surroundings(
+                lambda: self._view.snapshot(),
+                lambda: self._status.now(),
+                lambda: self._publisher.changed(),
+                self._reporter.event,
+            ),
+            self._spans.lifecycle,
+            self._config.limits.dial_timeout_s,
+        )
+
     async def run(self, stop: asyncio.Event) -> None:
         """Raises SwarmError. Withdraws our record and leaves nothing running."""
         with first_of_group():
@@ -195,6 +192,7 @@ class Node:
                 try:
                     await unless_stopped(stop, self._announce())
                     background.append(group.create_task(self._publisher.run(), name="record publisher"))
+                    background.append(group.create_task(self._experts.run(), name="experts"))
                     measuring = self._rtt_monitor.run(self._view.snapshot, lambda: self._spans.lifecycle.span)
                     background.append(group.create_task(measuring, name="rtt monitor"))
                     while not stop.is_set():
@@ -256,6 +254,11 @@ class Node:
             await unless_stopped(stop, availability.until(lambda: availability.in_hours))
             self._publisher.resume()
         await unless_stopped(stop, self._span_selector.select())
+        await unless_stopped(stop, self._experts.ready(self._spans.measure))
+        if self._spans.lifecycle.share is not None:
+            self._server.audits.arithmetic = (
+                ""  # other machines compute a part, and this one promises no bits of theirs
+            )
         self._spans.serve()
         await self._publisher.publish_until_ok()
         self._report_serving()
@@ -273,7 +276,7 @@ class Node:
             self._network,
             Rebalancer(self._network.transport.peer, self._policy),
             snapshot=self._view.compatible_snapshot,
-            is_serving=lambda: self._status.state is NodeState.SERVING,
+            is_serving=lambda: self._status.movable,
             move=self._move,
             acquaintances=self._acquaintances,
         )
@@ -375,10 +378,15 @@ class Node:
         )
 
     async def _on_frame(self, link: MigratableLink, message: AnyMessage, body: memoryview) -> None:
-        if not self._records.on_frame(link, message, body):
+        if not (self._records.on_frame(link, message, body) or self._experts.on_frame(link, message, body)):
             await self._server.on_frame(link, message, body)
 
+    def _uses(self, peer: PeerId) -> bool:
+        """Whether what runs here needs the connections with `peer`."""
+        return self._server.uses(peer) or self._experts.uses(peer)
+
     async def _on_lost(self, link: MigratableLink, error: NetworkError) -> None:
+        self._experts.on_lost(link.peer)
         await self._server.on_lost(link, error)
 
 

@@ -80,7 +80,7 @@ class SwarmNode(Request, frozen=True):
     """The part of a node's profile that placement depends on."""
 
     id: NodeId
-    state: Literal["joining", "loading", "serving", "leaving", "draining"]
+    state: Literal["joining", "loading", "waiting", "serving", "leaving", "draining"]
     layer_capacity: LayerCapacity
     cost: CostCurve
     span: tuple[Edge, Edge] | None = None

@@ -17,10 +17,10 @@ from tiny_models import ModelTensors, hf_greedy, tiny_model
 from virtual_clock import virtual_time
 
 from swarm import codec
+from swarm.audit_messages import token_digests
 from swarm.block_hash import HASH_BLOCK_TOKENS, block_hashes
 from swarm.codec import Buffer
 from swarm.messages import AnyMessage, CloseSession, OpenSession, Step, StepResult
-from swarm.row_digest import token_digests
 from swarm.testing.memory_network import MemoryConnection
 from swarm.types import LayerSpan
 from swarm_client.speculation.drafters.inline import InlineDrafter

@@ -7,10 +7,19 @@ from collections.abc import Sequence
 from node_fakes import LAYERS, SERVED, ToyEngine, line_step, serving, toy_client
 from virtual_clock import virtual_time
 
-from swarm.audit_messages import MAX_AUDITED_ROWS, AuditQuery, AuditReport, signed_part
+from swarm.audit_messages import (
+    DIGEST_BYTES,
+    MAX_AUDITED_ROWS,
+    UNKNOWN,
+    AuditQuery,
+    AuditReport,
+    digest,
+    row_digests,
+    signed_part,
+    token_digests,
+)
 from swarm.messages import SessionFailed, Step, StepResult
 from swarm.net.security.identity import Identity, verify
-from swarm.row_digest import DIGEST_BYTES, UNKNOWN, digest, row_digests, token_digests
 from swarm.testing.memory_network import LinkModel, MemoryNetwork
 from swarm.types import LayerSpan
 from swarm_hop.auditing.audit_log import AuditLog

@@ -33,7 +33,7 @@ def swarm(*nodes: NodeProfile) -> Snapshot:
 
 
 def test_layers_that_were_asked_for_must_exist() -> None:
-    assert manual_span("2:8", 8).span == LayerSpan(2, 8)
+    assert manual_span("2:8", 8) == LayerSpan(2, 8)
     with pytest.raises(UsageError, match="the model's 8 layers"):
         manual_span("2:9", 8)
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 
 from rich.console import Console
 
-from swarm.types import LayerSpan, NodeProfile, NodeState, Snapshot
-from swarm_node.commands.status import to_json, to_text
+from swarm.types import ExpertShare, LayerSpan, NodeProfile, NodeState, Snapshot
+from swarm_node.commands.status import layers_of, to_json, to_text, waits_for
 
 
 def node(peer: str, span: LayerSpan | None, state: NodeState = NodeState.SERVING) -> NodeProfile:
@@ -58,3 +59,16 @@ def test_layers_that_nobody_serves_and_records_that_were_ignored() -> None:
 
 def test_nobody_at_all() -> None:
     assert "No node of toy is known" in shown(Snapshot("toy", 0, ()))
+
+
+def test_status_says_who_holds_which_experts_and_what_a_leader_waits_for() -> None:
+    share = ExpertShare(LayerSpan(3, 4), 0, 64, 128)
+    led = replace(node("aaaa", share.layers, NodeState.WAITING), experts=share, name="boss")
+    held = replace(node("bbbb", None), experts=replace(share, first=64, end=100))
+    snapshot = Snapshot("m", 4, (led, held))
+    assert layers_of(led) == "3:4, experts 0:64 of 128"
+    assert layers_of(held) == "experts 64:100 of 128 in 3:4"
+    assert waits_for(led, snapshot) == "boss leads layers 3:4 and waits: nobody holds experts 100:128."
+    assert waits_for(held, snapshot) == ""
+    assert waits_for(replace(led, state=NodeState.SERVING), snapshot) == ""
+    assert "waits" in str(to_text(snapshot)[2])

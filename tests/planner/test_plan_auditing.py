@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 
+from swarm.audit_messages import DIGEST_BYTES, UNKNOWN, digest, token_digests
 from swarm.planner.auditing.policy import MEASURED_LAYERS, POLICY
 from swarm.planner.auditing.verdict import (
     Agreement,
@@ -23,7 +24,6 @@ from swarm.planner.auditing.verdict import (
     too_far,
     too_far_apart,
 )
-from swarm.row_digest import DIGEST_BYTES, UNKNOWN, digest, token_digests
 
 TEXT = tuple(range(100, 140))
 LAYERS = 6

@@ -8,11 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
-from swarm.audit_messages import MARGIN_BYTES, AuditReport, margins_from_wire, signed_part
+from swarm.audit_messages import DIGEST_BYTES, MARGIN_BYTES, AuditReport, margins_from_wire, signed_part, token_digests
 from swarm.errors import ProtocolError
 from swarm.net.security import identity
 from swarm.planner.auditing.verdict import HopReport
-from swarm.row_digest import DIGEST_BYTES, token_digests
 from swarm.types import Hop, ModelId, PeerId
 from swarm_client.network.session_demux import ReceivedMessage
 

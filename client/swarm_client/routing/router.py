@@ -185,7 +185,7 @@ class ChainRouter:
         return [
             node
             for node in snapshot.serving()
-            if node.weight_hash == self._weight_hash and self._dtype in (None, node.dtype)
+            if node.weight_hash == self._weight_hash and self._dtype in (None, node.dtype) and self._rules.allows(node)
         ]
 
     def _answering(self, snapshot: Snapshot, also: Collection[PeerId] = ()) -> Snapshot:

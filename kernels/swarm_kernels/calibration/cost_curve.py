@@ -19,10 +19,12 @@ from swarm_kernels.kvcache.cache import KVCacheManager, KvShape, StepRequest
 from swarm_kernels.models.source import ModelSource
 from swarm_kernels.ops import dispatch
 from swarm_kernels.ops.base.layer_weights import Mixture
+from swarm_kernels.ops.base.split_experts import HeldExperts, outputs_of
 from swarm_kernels.ops.base.torch_reference import decoder_layer
 from swarm_kernels.runtime.llama_span import LlamaSpan, load_layer
+from swarm_kernels.runtime.mixture_reader import ExpertSpan, read_experts
 from swarm_kernels.runtime.span import Span
-from swarm_kernels.runtime.weight_reader import exact_packs_of
+from swarm_kernels.runtime.weight_reader import WeightReader, exact_packs_of
 
 DEFAULT_WIDTHS = (1, 2, 4, 8, 12, 16, 24, 32, 64, 256)
 _SESSION = b"calibration"
@@ -30,6 +32,7 @@ _PREFILL_CHUNK = 128
 _OTHER_ROWS = 251  # a prime: batches of any width begin at all of them
 _TOLERANCE = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2, torch.int8: 1e-1, INT4: 1e-1}
 """By dtype of the weights: largest relative L2 error, against fp32, of what a layer adds to the residual stream."""
+_EXPERT_ROWS = 16
 _REROUTED, _MOST_REROUTED = 2.0, 0.25  # of a row's norm, if its experts are others; of the rows: as in `hf_check`
 
 
@@ -131,7 +134,8 @@ def choose_threads(span: Span, max_threads: int | None = None, budget_s: float =
 
 def verify_layer(span: Span, source: ModelSource) -> None:
     """Compare the span's first layer, and its first mixture of experts, with the plain reference in fp32, on a chunk
-    and a tree. `LlamaSpan` only.
+    and a tree. `LlamaSpan` only. Of a mixture that is partly elsewhere, what is here: the others must be
+    zeros yet.
 
     Raises ResourceError if this machine's kernels give other results, CorruptModel if the layer cannot be read.
     """
@@ -142,10 +146,34 @@ def verify_layer(span: Span, source: ModelSource) -> None:
         layer = span.layers.start + place
         error = _error_of_mixture(span, source, layer) if place in mixtures else _error_of_layer(span, source, layer)
         if not error <= _TOLERANCE[span.weight_dtype]:
-            raise ResourceError(
-                f"this machine computes layer {layer} with an error of {error:.2g}; "
-                f"it must not join ({dispatch.describe()})"
-            )
+            raise _wrong(f"layer {layer}", error)
+
+
+def verify_experts(span: ExpertSpan, source: ModelSource) -> None:
+    """As `verify_layer`, of experts without their layer: the first and the last one here."""
+    layer = min(span.by_layer)
+    first, last = span.experts.start, span.experts.stop - 1
+    reference = {
+        expert: read_experts(
+            WeightReader(source, torch.float32, torch.device("cpu")),
+            source.config, layer, exact_packs_of(span.weight_dtype), range(expert, expert + 1),
+        )
+        for expert in {first, last}
+    }  # fmt: skip
+    x = torch.randn(_EXPERT_ROWS, span.hidden, generator=torch.Generator().manual_seed(1))
+    rows = torch.arange(_EXPERT_ROWS)
+    for expert, exact in reference.items():
+        expected = outputs_of(exact, x, torch.zeros_like(rows))
+        found = span.outputs(layer, x, rows, torch.full_like(rows, expert))
+        error = float((found - expected).norm() / expected.norm())
+        if not error <= _TOLERANCE[span.weight_dtype]:
+            raise _wrong(f"expert {expert} of layer {layer}", error)
+
+
+def _wrong(what: str, error: float) -> ResourceError:
+    return ResourceError(
+        f"this machine computes {what} with an error of {error:.2g}; it must not join ({dispatch.describe()})"
+    )
 
 
 def _error_of_layer(span: LlamaSpan, source: ModelSource, layer: int) -> float:
@@ -188,7 +216,8 @@ class _Step:
 def _steps(span: LlamaSpan, source: ModelSource, layer: int) -> list[_Step]:
     """A chunk and trees through the span's layer and the reference."""
     # int4 is compared with rounded weights: the rounding error depends on the model
-    reference = load_layer(source, layer, exact_packs_of(span.weight_dtype))
+    held = None if span.held is None else HeldExperts(span.held.experts)
+    reference = load_layer(source, layer, exact_packs_of(span.weight_dtype), held)
     config = span.config
     cache = span.new_cache(64)
     reference_cache = KVCacheManager(KvShape(1, config.num_kv_heads, config.head_dim, torch.float32), 64)

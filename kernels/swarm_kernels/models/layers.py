@@ -14,6 +14,7 @@ from swarm_kernels.models.config import ModelConfig
 
 HEAD = "lm_head.weight"
 _LAYER = re.compile(r"(?:^|\.)(?:layers|blocks|h)\.(\d{1,6})\.")
+_EXPERTS = re.compile(r"\.experts\.(?:(\d{1,6})\.)?|\.block_sparse_moe\.(?:input|output)_linear\.")
 _MTP = re.compile(r"(?:^|\.)mtp(?:_layers)?\.")
 _TEXT_PART = "model.language_model."
 _PER_LAYER_TABLE = "embed_tokens_per_layer"
@@ -70,8 +71,26 @@ def has_tied_head(source: HasTensors) -> bool:
     return source.config.tie_word_embeddings or not source.has(HEAD)
 
 
-def tensors_of_span(source: HasTensors, layers: LayerSpan) -> Iterable[str]:
-    """The tensors that a span of these layers reads."""
+def is_of_experts(name: str) -> bool:
+    """Whether a tensor is part of an expert that rows are routed to, or holds such parts of all experts of a layer."""
+    return _EXPERTS.search(name) is not None
+
+
+def holds_experts(name: str, experts: range) -> bool:
+    """Whether a tensor `is_of_experts` and has some of these in it."""
+    match = _EXPERTS.search(name)
+    return match is not None and (match[1] is None or int(match[1]) in experts) and len(experts) > 0
+
+
+def tensors_of_experts(source: HasTensors, layers: LayerSpan, experts: range) -> Iterable[str]:
+    """The tensors that some experts of these layers are read from."""
+    for name in source.names():
+        if layer_of(name, source.config.num_layers) in layers and holds_experts(name, experts):
+            yield name
+
+
+def tensors_of_span(source: HasTensors, layers: LayerSpan, experts: range | None = None) -> Iterable[str]:
+    """The tensors that a span of these layers reads. `experts`: of each mixture; None: all."""
     config = source.config
     first, last, tied = layers.start == 0, layers.end == config.num_layers, has_tied_head(source)
     for name in source.names():
@@ -79,7 +98,7 @@ def tensors_of_span(source: HasTensors, layers: LayerSpan) -> Iterable[str]:
         if is_beyond(name, config.num_layers):
             needed = False
         elif layer is not None:
-            needed = layer in layers
+            needed = layer in layers and (experts is None or not is_of_experts(name) or holds_experts(name, experts))
         elif name == HEAD and tied:
             needed = False
         elif is_looked_up(name):

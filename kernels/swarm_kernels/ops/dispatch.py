@@ -15,7 +15,7 @@ from swarm_kernels.batch import AttentionMetadata
 from swarm_kernels.ops.base import int4_linear, int8_linear
 from swarm_kernels.ops.base.backend import AttentionBackend, LayerCache
 from swarm_kernels.ops.base.codebook_linear import CodebookLinear, CodedWeights
-from swarm_kernels.ops.base.experts import Gating, PlainExperts, check_experts
+from swarm_kernels.ops.base.experts import Gating, PlainExperts, add_up, check_experts
 from swarm_kernels.ops.base.fp8_linear import Fp8Linear, Fp8Weights
 from swarm_kernels.ops.base.head_linears import HeadLinears, PlainHeadLinears
 from swarm_kernels.ops.base.layer_weights import (
@@ -29,6 +29,7 @@ from swarm_kernels.ops.base.layer_weights import (
 )
 from swarm_kernels.ops.base.matrix import Matrix
 from swarm_kernels.ops.base.routing import Routing, Scores
+from swarm_kernels.ops.base.split_experts import ExpertsElsewhere, SplitExperts
 from swarm_kernels.ops.base.stored_weights import StoredWeights
 from swarm_kernels.ops.base.torch_reference import REFERENCE, apply_rope
 from swarm_kernels.ops.base.validate import (
@@ -70,6 +71,7 @@ __all__ = [
     "rms_norm",
     "select_isa",
     "set_threads",
+    "split_experts",
 ]
 
 
@@ -253,6 +255,14 @@ def pack_experts(first: Sequence[Linear], second: Sequence[Linear], gating: Gati
     if len(ups) == len(first) and len(downs) == len(second):
         return cpu_experts.pack_experts(ups, downs, gating)
     return PlainExperts(first, second, gating)
+
+
+def split_experts(
+    own: Experts | None, held: range, count: int, hidden: int, layer: int, elsewhere: ExpertsElsewhere
+) -> SplitExperts:
+    """Experts `held` of the `count` of a layer, and the others wherever they are."""
+    compiled = isinstance(own, cpu_experts.PackedExperts) or (own is None and cpu_library.library() is not None)
+    return SplitExperts(own, held, count, hidden, layer, elsewhere, cpu_experts.add_up if compiled else add_up)
 
 
 def _check_shapes(weight: Matrix, bias: torch.Tensor | None) -> None:

@@ -24,7 +24,8 @@ from swarm_kernels.ops import dispatch
 from swarm_kernels.ops.base import int8_linear
 from swarm_kernels.ops.base.layer_weights import Activation, plain_linear
 from swarm_kernels.ops.base.matrix import Matrix
-from swarm_kernels.runtime.mixture_reader import read_mixture
+from swarm_kernels.ops.base.split_experts import HeldExperts
+from swarm_kernels.runtime.mixture_reader import prefix_of, read_mixture
 from swarm_kernels.runtime.rope import RopeTables, limited_context
 from swarm_kernels.runtime.span import Progress, check_layer_range, check_tokens
 from swarm_kernels.runtime.weight_reader import Packs, WeightReader, packs_of
@@ -48,6 +49,7 @@ class LlamaSpan:
     head: dispatch.Linear | None  # hidden -> vocab
     rope: RopeTables
     embedding_scale: float
+    held: HeldExperts | None = None  # None: all
 
     @classmethod
     def load(
@@ -58,6 +60,7 @@ class LlamaSpan:
         device: torch.device,
         progress: Progress,
         like: LlamaSpan | None = None,
+        held: HeldExperts | None = None,
     ) -> LlamaSpan:
         """See `load.load_span`."""
         config = limited_context(source.config)
@@ -86,7 +89,7 @@ class LlamaSpan:
                 embedding = pack_embedding(reader.matrix(EMBEDDING, config.vocab_size, config.hidden_size), None)
                 head = embedding if shared_head else None
             for layer in layers:
-                weights.append(shared.get(layer) or _load_layer(reader, config, layer, packs, rounding))
+                weights.append(shared.get(layer) or _load_layer(reader, config, layer, packs, rounding, held))
                 progress((len(weights) + is_first) / steps)
             if is_last and not same_edges:
                 norm = _norm(reader, config, FINAL_NORM, config.hidden_size)
@@ -98,7 +101,7 @@ class LlamaSpan:
         ropes = (config.rope, *_spec(config).other_ropes)
         rope = RopeTables(ropes, config.head_dim, source.config.context_length, device)
         scale = _embedding_scale(config, state)
-        return cls(config, layers, dtype, device, weights, embedding, norm, head, rope, scale)
+        return cls(config, layers, dtype, device, weights, embedding, norm, head, rope, scale, held)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -189,16 +192,22 @@ def _tied(source: ModelSource) -> bool:
     return source.config.tie_word_embeddings or not source.has(HEAD)
 
 
-def load_layer(source: ModelSource, layer: int, packs: Packs) -> dispatch.LayerWeights:
+def load_layer(source: ModelSource, layer: int, packs: Packs, held: HeldExperts | None = None) -> dispatch.LayerWeights:
     """The weights of one layer on the CPU, its linear layers prepared by `packs` from fp32. Raises CorruptModel."""
-    return _load_layer(WeightReader(source, torch.float32, torch.device("cpu")), source.config, layer, packs)
+    reader = WeightReader(source, torch.float32, torch.device("cpu"))
+    return _load_layer(reader, source.config, layer, packs, held=held)
 
 
 def _load_layer(
-    reader: WeightReader, config: ModelConfig, layer: int, packs: Packs, rounding: torch.dtype | None = None
+    reader: WeightReader,
+    config: ModelConfig,
+    layer: int,
+    packs: Packs,
+    rounding: torch.dtype | None = None,
+    held: HeldExperts | None = None,
 ) -> dispatch.LayerWeights:
     spec = _spec(config)
-    kind, prefix, linears = spec.layers[layer], f"model.layers.{layer}.", {}
+    kind, prefix, linears = spec.layers[layer], prefix_of(layer), {}
     for field, tensors in layer_linears(config, layer).items():
         names = [f"{prefix}{name}.weight" for name in tensors.names]
         linears[field] = reader.linear(names, tensors.rows, tensors.columns, tensors.bias, packs)
@@ -224,7 +233,7 @@ def _load_layer(
     mlp: dispatch.GatedMlp | dispatch.Mixture
     if kind.mixture:
         assert spec.mixture is not None  # `families` sees to it
-        mlp = read_mixture(reader, config, spec.mixture, prefix, packs, activation)
+        mlp = read_mixture(reader, config, spec.mixture, layer, packs, activation, held)
     else:
         mlp = dispatch.GatedMlp(linears["gate_up"], linears["down"], activation)
     before = {"attn_norm": None, "mlp_norm": None}

@@ -8,9 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from swarm.audit_messages import MARGIN_BYTES, margins_to_wire
+from swarm.audit_messages import DIGEST_BYTES, MARGIN_BYTES, UNKNOWN, margins_to_wire
 from swarm.messages import Step
-from swarm.row_digest import DIGEST_BYTES, UNKNOWN
 
 
 @dataclass(slots=True)

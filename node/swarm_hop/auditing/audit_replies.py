@@ -12,11 +12,10 @@ from typing import Protocol
 
 import msgspec
 
-from swarm.audit_messages import AuditQuery, AuditReport, signed_part
+from swarm.audit_messages import UNKNOWN, AuditQuery, AuditReport, row_digests, signed_part, token_digests
 from swarm.codec import Buffer
 from swarm.errors import ProtocolError
 from swarm.messages import Step
-from swarm.row_digest import UNKNOWN, row_digests, token_digests
 from swarm.types import LayerSpan, ModelId
 from swarm_hop.auditing.audit_log import AuditLog
 

@@ -41,6 +41,8 @@ def join(
     peer: flags.Peers = None,
     listen: flags.Listen = None,
     layers: flags.Layers = None,
+    experts: flags.Experts = None,
+    lead: flags.Lead = False,
     max_memory: flags.MaxMemory = None,
     dtype: flags.Dtype = None,
     medusa_heads: flags.MedusaHeads = None,

@@ -49,6 +49,13 @@ Listen = Annotated[
     typer.Option(metavar="MADDR", help=f"Where to be reached; repeatable. [{DEFAULTS.listen[0]}]"),
 ]
 Layers = Annotated[str | None, typer.Option(metavar="A:B", help="Serve layers A to B-1. [the node decides]")]
+Experts = Annotated[
+    str | None,
+    typer.Option(metavar="C:D", help="Of --layers, hold experts C to D-1 alone, for nodes that lead them. [all]"),
+]
+Lead = Annotated[
+    bool, typer.Option("--lead", help="Lead --layers: hold all but their experts, of which those of --experts.")
+]
 MedusaHeads = Annotated[
     Path | None,
     typer.Option(metavar="FILE", help="Medusa heads (safetensors), for clients that ask for their tokens. [none]"),

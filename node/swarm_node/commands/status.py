@@ -18,8 +18,9 @@ from rich.table import Table
 
 from swarm.config import DEFAULT_MODEL, Libp2pImpl, local_swarm
 from swarm.errors import UsageError
+from swarm.planner.placement.experts import holders, missing_experts
 from swarm.records import WRONG_DEPTH
-from swarm.types import NodeProfile, Snapshot
+from swarm.types import NodeProfile, NodeState, Snapshot
 from swarm_node.network.swarm_reader import swarm_reader
 from swarm_node.owner import control_socket
 from swarm_node.owner.node_metrics import NodeMetrics
@@ -79,14 +80,14 @@ def table_of(here: Sequence[NodeMetrics]) -> Table:
             str(node.pid),
             node.name,
             node.state,
-            f"{node.start}:{node.end}" if node.start is not None else "-",
+            node.experts or (f"{node.start}:{node.end}" if node.start is not None else "-"),
             f"{node.open_sessions}/{node.max_sessions}",
             str(node.tokens),
             f"{node.sent_bytes / 1e6:.1f} MB",
             f"{node.given_layer_tokens / 1e6:.2f} M layer-tokens, {node.given_compute_s / 3600:.2f} h, "
             f"{node.given_bytes / 1e6:.1f} MB",
             f"{node.owner_sessions}, {node.favored_sessions} of {node.contributors} helpers",
-            "; ".join(node.paused) or "-",
+            "; ".join((*node.paused, *((node.waits_for,) if node.waits_for else ()))) or "-",
         )
     return table
 
@@ -115,7 +116,7 @@ def to_text(snapshot: Snapshot, depth_reason: str = "") -> list[Table | str]:
             node.peer[-8:],
             node.name,
             str(node.state),
-            str(node.span or "-"),
+            layers_of(node),
             f"{sum(node.layer_ms) / len(node.layer_ms):.3f}" if node.layer_ms else "-",
             str(node.sessions),
             f"{node.kv_free_tokens}/{node.kv_capacity_tokens}",
@@ -127,11 +128,33 @@ def to_text(snapshot: Snapshot, depth_reason: str = "") -> list[Table | str]:
         verdict = "Nobody serves layers " + ", ".join(f"{a}:{b}" for a, b in missing) + "."
     else:
         verdict = f"Every layer is served, by {min(snapshot.coverage())} or more nodes."
+    waiting = [sentence for node in snapshot.nodes if (sentence := waits_for(node, snapshot))]
     reasons = {reason: reason for reason in snapshot.rejected_records}
     if WRONG_DEPTH in reasons and depth_reason:
         reasons[WRONG_DEPTH] += f" (of another number of layers than {snapshot.num_layers}; {depth_reason})"
     ignored = [f"{n} records ignored: {reasons[reason]}" for reason, n in sorted(snapshot.rejected_records.items())]
-    return [table, verdict, *ignored]
+    return [table, verdict, *waiting, *ignored]
+
+
+def layers_of(node: NodeProfile) -> str:
+    """Its layers; of a node that shares the experts of some, which of them it holds."""
+    share = node.experts
+    if share is None:
+        return str(node.span or "-")
+    held = f"experts {share.first}:{share.end} of {share.count}"
+    return f"{held} in {share.layers}" if node.span is None else f"{node.span}, {held}"
+
+
+def waits_for(node: NodeProfile, snapshot: Snapshot) -> str:
+    """Of a leader that waits: for which experts, by the records; "" for others."""
+    own = node.experts
+    if node.state is not NodeState.WAITING or own is None or node.span is None:
+        return ""
+    alike = (n for n in snapshot.nodes if (n.weight_hash, n.dtype) == (node.weight_hash, node.dtype))
+    missing = missing_experts(own.layers, own, [n.experts for n in holders(alike, own.count) if n.experts is not None])
+    ranges = ", ".join(f"{a}:{b}" for a, b in sorted({gap for gaps in missing.values() for gap in gaps}))
+    why = f"nobody holds experts {ranges}" if ranges else "it tries those who hold its experts"
+    return f"{node.name or node.peer[-8:]} leads layers {node.span} and waits: {why}."
 
 
 def _node_json(node: NodeProfile) -> dict[str, Any]:
@@ -141,6 +164,7 @@ def _node_json(node: NodeProfile) -> dict[str, Any]:
         "state": str(node.state),
         "start": node.span.start if node.span else None,
         "end": node.span.end if node.span else None,
+        "experts": None if node.experts is None else layers_of(node),
         "layer_ms": [round(ms, 4) for ms in node.layer_ms],
         "layer_capacity": node.layer_capacity,
         "kv_capacity_tokens": node.kv_capacity_tokens,

@@ -5,10 +5,13 @@ Owns the order in which these are determined, so that the cheapest error is repo
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import math
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,8 +24,9 @@ from swarm_kernels.models.native_format import native_dtype
 from swarm_kernels.models.open import open_model
 from swarm_kernels.models.source import ModelSource
 from swarm_kernels.ops import dispatch
+from swarm_kernels.runtime.load import check_splittable
 from swarm_node.membership.memory_plan import POLICY, ModelMemory
-from swarm_node.membership.placement import manual_span
+from swarm_node.membership.placement import manual
 from swarm_node.membership.profiler import Calibration, calibrate
 
 logger = logging.getLogger(__name__)
@@ -36,8 +40,10 @@ class Hardware:
     calibration: Calibration
     memory: ModelMemory
     budget: int  # bytes for weights, keys and values
-    capacity: int  # layers
+    capacity: int  # layers; 0: none as a whole, see `expert_room`
     medusa_heads: Path | None = None  # for the last layer
+    expert_room: int = 0  # experts of one layer that it could hold for a leader, if it holds no whole layer
+    lead_room: int = -1  # ... that it could hold if it led the layer; -1: it could not
 
     @property
     def num_layers(self) -> int:
@@ -53,18 +59,69 @@ def measure(config: NodeConfig) -> Hardware:
         dtype = given or native_dtype(source)
         memory = ModelMemory.of(source, dtype)
         budget = config.max_memory or int(POLICY.free_fraction * available_memory(device) * config.model_fraction)
-        if config.layers:  # a wrong flag is reported before this node publishes anything
-            memory.kv_tokens(budget, manual_span(config.layers, memory.num_layers).span, most=1)
-        max_layers = math.ceil(memory.num_layers * config.model_fraction)
-        capacity = min(memory.capacity(budget), max_layers)
+        room = _room(config, source, device, memory, budget)
         if device.type == "cpu" and source.config.has_fast_path and dispatch.isa() == "reference":
             logger.warning("no compiled kernels, so this node is several times slower: %s", dispatch.describe())
         with memory_for("measuring this machine"):
-            calibration = calibrate(source, dtype, device, config.threads, state_dir() / "calibration")
+            folder = state_dir() / "calibration"
+            calibration = calibrate(source, dtype, device, config.threads, folder, room.probed_experts)
     except BaseException:
         source.close()
         raise
-    return Hardware(source, device, dtype, calibration, memory, budget, capacity, config.medusa_heads)
+    facts = source, device, dtype, calibration, memory, budget
+    return Hardware(*facts, room.capacity, config.medusa_heads, room.expert_room, room.lead_room)
+
+
+async def in_thread(measuring: Callable[[], Hardware], stack: AsyncExitStack) -> Hardware:
+    """Measure in a thread; when cancelled meanwhile, the thread closes the model's files. `stack` closes them later."""
+    abandoned = threading.Event()
+
+    def work() -> Hardware:
+        hardware = measuring()
+        if abandoned.is_set():
+            hardware.source.close()
+        return hardware
+
+    try:
+        hardware = await asyncio.to_thread(work)
+    except asyncio.CancelledError:
+        abandoned.set()
+        raise
+    stack.callback(hardware.source.close)
+    return hardware
+
+
+@dataclass(frozen=True, slots=True)
+class _Room:
+    """See `Hardware`. `probed_experts`: how many of a layer are loaded to measure this machine; None: all."""
+
+    capacity: int
+    expert_room: int = 0
+    lead_room: int = -1
+    probed_experts: int | None = None
+
+
+def _room(config: NodeConfig, source: ModelSource, device: torch.device, memory: ModelMemory, budget: int) -> _Room:
+    """What fits into `budget`. A wrong flag is reported before this node publishes anything. Raises OutOfMemory,
+    UsageError."""
+    set_by_hand = manual(config, memory.num_layers, memory.experts)
+    if set_by_hand is not None and set_by_hand.share is not None:
+        check_splittable(source, device)
+        share = set_by_hand.share
+        if set_by_hand.span is None:
+            memory.check_experts(budget, share)
+        else:
+            memory.kv_tokens(budget, set_by_hand.span, 1, len(share.experts))
+        return _Room(0, probed_experts=len(share.experts))
+    if set_by_hand is not None and set_by_hand.span is not None:
+        memory.kv_tokens(budget, set_by_hand.span, most=1)
+    try:
+        return _Room(min(memory.capacity(budget), math.ceil(memory.num_layers * config.model_fraction)))
+    except OutOfMemory:
+        experts, as_leader = memory.expert_room(budget), memory.lead_room(budget)
+        if device.type != "cpu" or set_by_hand is not None or (experts < 1 and as_leader < 0):
+            raise
+        return _Room(0, experts, as_leader, max(0, min(experts, as_leader)))
 
 
 @contextlib.contextmanager

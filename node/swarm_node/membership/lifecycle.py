@@ -11,15 +11,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from swarm.types import LayerSpan, NodeState
+from swarm.types import ExpertShare, LayerSpan, NodeState
 
 
 @dataclass(slots=True)
 class Lifecycle:
-    """`phase`: progress with the layers. `leaving`: other nodes should take them over."""
+    """`phase`: progress with the layers. `leaving`: other nodes should take them over. `share`: of the experts of
+    `span`, or, without a span, those that are held for nodes that lead their layers; None: a span is held whole."""
 
     phase: NodeState = NodeState.JOINING
     span: LayerSpan | None = None
+    share: ExpertShare | None = None
     kv_tokens: int = 0
     leaving: bool = False
 

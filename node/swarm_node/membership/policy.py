@@ -27,6 +27,14 @@ class MembershipPolicy:
     """Peers that vanished longer ago are forgotten; a partition that lasts longer needs a restart to heal."""
     clock_check_interval_s: float = 10.0
     """Between two comparisons of our clock with a peer's."""
+    unknown_leader_s: float = 0.5
+    """Between two reads of the directory for peers that ask for experts and lead nothing that we know of."""
+    led_widths: tuple[int, ...] = (1, 4, 16, 64)
+    """Rows at which a layer is timed whose experts are partly elsewhere: each costs round trips ..."""
+    led_context: int = 64
+    """... after so many tokens ..."""
+    led_cost_budget_s: float = 0.7
+    """... within about so long: the announced cost against a later start."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,8 +31,10 @@ from swarm_kernels.device.device import physical_cores, state_dtype
 from swarm_kernels.models.layers import tensors_of_span
 from swarm_kernels.models.source import ModelSource
 from swarm_kernels.ops import dispatch
+from swarm_kernels.ops.base.split_experts import HeldExperts
 from swarm_kernels.ops.triton import selector
 from swarm_kernels.runtime.load import load_span
+from swarm_kernels.runtime.mixture_reader import mixture_layers
 from swarm_kernels.runtime.span import Span
 from swarm_node.membership.policy import CalibrationPolicy
 
@@ -51,20 +53,28 @@ class Calibration:
 
 
 def calibrate(
-    source: ModelSource, dtype: torch.dtype, device: torch.device, threads: int | None, folder: Path
+    source: ModelSource,
+    dtype: torch.dtype,
+    device: torch.device,
+    threads: int | None,
+    folder: Path,
+    experts: int | None = None,
 ) -> Calibration:
     """Measure a few layers of the model on this device, or load the cached measurement; sets the thread count.
 
+    `experts`: where not one layer fits, so many of one are loaded; what others would compute takes no time then, and
+    who leads a layer measures it again with them.
+
     One process of a machine measures at a time: two at once would slow each other down. Raises ModelError, OutOfMemory.
     """
-    file = folder / f"{_key(source, dtype, device, threads)}.json"
+    file = folder / f"{_key(source, dtype, device, threads, experts)}.json"
     with _exclusive(file):
         found = _load_cached(file)
-        if found is not None and found.slow_permille and not _still_pays(source, dtype, device, found):
+        if found is not None and found.slow_permille and not _still_pays(source, dtype, device, found, experts):
             found = None  # the cost curve is that of the split
         if found is None:
             idle = _is_idle()
-            found = _measure(source, dtype, device, threads)
+            found = _measure(source, dtype, device, threads, experts)
             _store_cached(file, found, idle)
     _set_threads(found.threads, source, found.slow_permille)
     return found
@@ -87,24 +97,33 @@ def _exclusive(file: Path) -> Iterator[None]:
         lock.release()
 
 
-def _still_pays(source: ModelSource, dtype: torch.dtype, device: torch.device, found: Calibration) -> bool:
+def _still_pays(
+    source: ModelSource, dtype: torch.dtype, device: torch.device, found: Calibration, experts: int | None
+) -> bool:
     """Whether the cached split of the columns beats one pool of threads today too."""
-    probe = _probe(source, dtype, device)
+    probe = _probe(source, dtype, device, experts)
     _set_threads(found.threads, source)
     return hetero_cores.confirm_division(probe, found.threads, found.slow_permille).groups is not None
 
 
-def _probe(source: ModelSource, dtype: torch.dtype, device: torch.device) -> Span:
-    """A few layers to time."""
+def _probe(source: ModelSource, dtype: torch.dtype, device: torch.device, experts: int | None) -> Span:
+    """A few layers to time, or one with some of its experts."""
     num_layers = source.config.num_layers
+    if experts is not None:
+        mixtures = mixture_layers(source.config, LayerSpan(0, num_layers))
+        layer, held = mixtures[len(mixtures) // 2], HeldExperts(range(experts))
+        one = LayerSpan(layer, layer + 1)
+        return load_span(_at_hand(source, one, held.experts), one, dtype, device, held=held)
     start = 1 if num_layers > POLICY.probe_layers + 1 else 0  # inner layers bring neither embedding nor head
     layers = LayerSpan(start, min(start + POLICY.probe_layers, num_layers))
     return load_span(_at_hand(source, layers), layers, dtype, device)
 
 
-def _measure(source: ModelSource, dtype: torch.dtype, device: torch.device, threads: int | None) -> Calibration:
+def _measure(
+    source: ModelSource, dtype: torch.dtype, device: torch.device, threads: int | None, experts: int | None
+) -> Calibration:
     begun = time.perf_counter()
-    probe = _probe(source, dtype, device)
+    probe = _probe(source, dtype, device, experts)
     _set_threads(threads or physical_cores(), source)
     chosen = threads or (choose_threads(probe, budget_s=POLICY.threads_budget_s) if device.type == "cpu" else 1)
     groups = hetero_cores.choose_division(probe, chosen).groups if threads is None else None
@@ -115,9 +134,9 @@ def _measure(source: ModelSource, dtype: torch.dtype, device: torch.device, thre
     return Calibration(chosen, cost, slow_permille)
 
 
-def _at_hand(source: ModelSource, layers: LayerSpan) -> ModelSource:
+def _at_hand(source: ModelSource, layers: LayerSpan, experts: range | None = None) -> ModelSource:
     """Weights to time these layers with: their own, unless they would have to be fetched for that."""
-    names = list(tensors_of_span(source, layers))
+    names = list(tensors_of_span(source, layers, experts))
     if source.missing_bytes(names) and RandomWeights.can_stand_for(source, names):
         return RandomWeights(source)
     return source
@@ -144,13 +163,24 @@ def split_watch(calibration: Calibration) -> SplitWatch | None:
     return SplitWatch(replace(groups, slow_permille=calibration.slow_permille), calibration.threads)
 
 
-def _key(source: ModelSource, dtype: torch.dtype, device: torch.device, threads: int | None) -> str:
+def _key(
+    source: ModelSource, dtype: torch.dtype, device: torch.device, threads: int | None, experts: int | None
+) -> str:
     """Everything the measurement depends on."""
     if device.type == "cuda":
         name = f"{torch.cuda.get_device_name(device)} {selector.describe(device, state_dtype(dtype))}"
     else:
         name = f"cpu {physical_cores()} {dispatch.describe()}"
-    facts = (source.weight_hash, str(dtype), name, threads, DEFAULT_WIDTHS, torch.__version__, swarm.__version__)
+    facts = (
+        source.weight_hash,
+        str(dtype),
+        name,
+        threads,
+        experts,
+        DEFAULT_WIDTHS,
+        torch.__version__,
+        swarm.__version__,
+    )
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:24]
 
 

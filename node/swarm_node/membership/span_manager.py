@@ -11,14 +11,16 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from swarm.config import Limits
 from swarm.errors import NodeLeaving
 from swarm.planner.rebalancing.migration import SpanMove
 from swarm.planner.scheduling.layer_time import BatchStats, LayerTimeEstimator
 from swarm.planner.scheduling.work_model import WorkModel
-from swarm.types import LayerSpan, NodeState
+from swarm.types import ExpertShare, LayerSpan, NodeState
+from swarm_hop.experts.expert_exchange import ExpertExchange
+from swarm_hop.experts.expert_service import ExpertService
 from swarm_hop.serving.compute_device import ThreadDevice
 from swarm_hop.serving.drain import CoverageCheck, drain_sessions
 from swarm_hop.serving.executor import Executor
@@ -26,11 +28,14 @@ from swarm_hop.serving.grammars import TailGrammars
 from swarm_hop.serving.served_spans import ServedSpan
 from swarm_hop.serving.session_server import SessionServer
 from swarm_hop.serving.span_engine import SpanEngine
-from swarm_kernels.calibration.cost_curve import verify_layer
+from swarm_kernels.calibration.cost_curve import measure_cost, verify_experts, verify_layer
 from swarm_kernels.draft.medusa import MedusaHeads
 from swarm_kernels.models.config import ModelConfig
 from swarm_kernels.models.source import FetchProgress
-from swarm_kernels.runtime.load import load_span
+from swarm_kernels.ops.base.split_experts import HeldExperts
+from swarm_kernels.runtime.load import load_experts, load_span
+from swarm_kernels.runtime.mixture_reader import ExpertSpan
+from swarm_kernels.runtime.span import Progress
 from swarm_kernels.tokenizer.tokenizer import load_tokenizer
 from swarm_node.membership.hardware import Hardware, memory_for
 from swarm_node.membership.lifecycle import Lifecycle
@@ -45,6 +50,18 @@ def attention_context(config: ModelConfig) -> float:
     queries, hidden = config.num_heads * config.head_dim, config.hidden_size
     matrices = hidden * (2 * queries + 2 * config.num_kv_heads * config.head_dim + 3 * config.intermediate_size)
     return matrices / (2.0 * queries)
+
+
+class ExpertRoles(Protocol):
+    """What computes experts for others, and asks others for theirs."""
+
+    service: ExpertService
+    exchange: ExpertExchange
+
+    @property
+    def waits_for(self) -> str: ...
+
+    async def close(self) -> None: ...
 
 
 class LoadCancelled(Exception):
@@ -92,7 +109,10 @@ class SpanManager:
         self._on_progress = on_progress
         self._on_fetched = on_fetched
         self._policy = policy
-        self._layer_time = LayerTimeEstimator(hardware.calibration.cost)
+        self.cost = hardware.calibration.cost
+        self.experts: ExpertRoles | None = None  # for layers that are too big for a node; set before `load`
+        self._expert_span: ExpertSpan | None = None
+        self._layer_time = LayerTimeEstimator(self.cost)
         self._watch = split_watch(hardware.calibration)
         self._device = ThreadDevice()
         self._served_span: ServedSpan | None = None
@@ -103,21 +123,41 @@ class SpanManager:
         """τ: the expected time of a layer for a token of one session more, milliseconds."""
         return self._layer_time.ms(self._server.sessions, time.monotonic())
 
-    def claim(self, span: LayerSpan) -> None:
-        """Reserve these layers: our record shows them from now on. Raises OutOfMemory."""
+    def claim(self, span: LayerSpan | None, share: ExpertShare | None = None) -> None:
+        """Reserve these layers, or experts: our record shows them from now on. Raises OutOfMemory."""
         lifecycle = self.lifecycle
-        lifecycle.kv_tokens = self._kv_tokens(span)
-        lifecycle.span, lifecycle.phase = span, NodeState.LOADING
+        if span is None and share is not None:
+            self._hardware.memory.check_experts(self._hardware.budget, share)
+        lifecycle.kv_tokens = 0 if span is None else self._kv_tokens(span, share)
+        lifecycle.span, lifecycle.share, lifecycle.phase = span, share, NodeState.LOADING
 
     async def load(self) -> None:
-        """Read the layers that were claimed, and check one. Raises ModelError, OutOfMemory."""
-        assert self.lifecycle.span is not None  # `claim` comes first
-        self.engine = await self._load(self.lifecycle.span, self.lifecycle.kv_tokens)
+        """Read what was claimed, and check one layer. Raises ModelError, OutOfMemory, UsageError."""
+        lifecycle = self.lifecycle
+        if lifecycle.span is not None:
+            self.engine = await self._load(lifecycle.span, lifecycle.kv_tokens, share=lifecycle.share)
+        else:
+            assert lifecycle.share is not None  # `claim` comes first
+            self._expert_span = await self._load_experts(lifecycle.share)
+
+    async def measure(self) -> None:
+        """Time the layers anew, with what other nodes compute of them. Raises NodeBusy if that is lost meanwhile."""
+        assert self.engine is not None  # `load` comes first
+        policy = self._policy
+        measure = partial(
+            measure_cost, self.engine.loaded, policy.led_widths, policy.led_context, policy.led_cost_budget_s
+        )
+        self.cost = await self._device.run(measure)
+        self._layer_time = LayerTimeEstimator(self.cost)
 
     def serve(self) -> None:
-        """Admit sessions on the layers that were loaded last."""
+        """Admit sessions on the layers that were loaded last, or leaders of the experts."""
+        if self._expert_span is not None and self.experts is not None:
+            self.experts.service.begin(self._expert_span, SharedDevice(self._device))
+            self.lifecycle.phase = NodeState.SERVING
+            return
         assert self.engine is not None  # `load` comes first
-        work = WorkModel(self._hardware.calibration.cost, attention_context(self._hardware.source.config))
+        work = WorkModel(self.cost, attention_context(self._hardware.source.config))
         executor = Executor(
             self.engine, SharedDevice(self._device), self._limits.batch_tokens, self._on_batch, work=work
         )
@@ -170,11 +210,15 @@ class SpanManager:
         """Free all memory. Call it when no session is left."""
         if self._served_span is not None:
             await self._end(self._served_span)
-        self.engine = self._served_span = None
+        if self.experts is not None:
+            await self.experts.service.end()
+        self.engine = self._served_span = self._expert_span = None
         lifecycle = self.lifecycle
-        lifecycle.span, lifecycle.phase, lifecycle.kv_tokens = None, NodeState.JOINING, 0
+        lifecycle.span, lifecycle.share, lifecycle.phase, lifecycle.kv_tokens = None, None, NodeState.JOINING, 0
 
     async def close(self) -> None:
+        if self.experts is not None:
+            await self.experts.close()
         for executor in self._executors.values():
             await executor.close()
         self._device.close()
@@ -190,14 +234,46 @@ class SpanManager:
         await self._server.end(served_span)
         await self._executors.pop(served_span).close()
 
-    def _kv_tokens(self, span: LayerSpan) -> int:
+    def _kv_tokens(self, span: LayerSpan, share: ExpertShare | None = None) -> int:
         memory = self._hardware.memory
         most = self._limits.max_sessions * memory.context
-        return memory.kv_tokens(self._hardware.budget, span, most)
+        return memory.kv_tokens(self._hardware.budget, span, most, None if share is None else len(share.experts))
 
-    async def _load(self, span: LayerSpan, kv_tokens: int, beside: SpanEngine | None = None) -> SpanEngine:
-        """Fetch and read weights in a thread of their own, which stops early when this is cancelled."""
+    async def _load(
+        self, span: LayerSpan, kv_tokens: int, beside: SpanEngine | None = None, share: ExpertShare | None = None
+    ) -> SpanEngine:
         hardware = self._hardware
+
+        def load(progress: Progress, fetched: FetchProgress) -> SpanEngine:
+            with memory_for(f"layers {span}"):
+                like = beside.loaded if beside is not None else None
+                held = None if share is None else HeldExperts(share.experts)
+                loaded = load_span(
+                    hardware.source, span, hardware.dtype, hardware.device, progress, like, fetched, held
+                )
+                verify_layer(loaded, hardware.source)
+                if held is not None and self.experts is not None:
+                    held.elsewhere.ask = self.experts.exchange.ask
+                path = hardware.medusa_heads if span.end == hardware.num_layers else None
+                heads = MedusaHeads.of(path, loaded, hardware.source) if path is not None else None
+                grammars = TailGrammars(partial(load_tokenizer, hardware.source), loaded.config.vocab_size)
+                return SpanEngine(loaded, loaded.new_cache(kv_tokens), heads, grammars, self._watch)
+
+        return await self._in_thread(load)
+
+    async def _load_experts(self, share: ExpertShare) -> ExpertSpan:
+        hardware = self._hardware
+
+        def load(progress: Progress, fetched: FetchProgress) -> ExpertSpan:
+            with memory_for(str(share)):
+                found = load_experts(hardware.source, share.layers, share.experts, hardware.dtype, progress, fetched)
+                verify_experts(found, hardware.source)
+                return found
+
+        return await self._in_thread(load)
+
+    async def _in_thread(self, load: Callable[[Progress, FetchProgress], T]) -> T:
+        """Fetch and read weights in a thread of their own, which stops early when this is cancelled."""
         abandoned = threading.Event()
 
         def progress(fraction: float) -> None:
@@ -210,17 +286,7 @@ class SpanManager:
                 raise LoadCancelled
             self._on_fetched(done, total)
 
-        def load() -> SpanEngine:
-            with memory_for(f"layers {span}"):
-                like = beside.loaded if beside is not None else None
-                loaded = load_span(hardware.source, span, hardware.dtype, hardware.device, progress, like, fetched)
-                verify_layer(loaded, hardware.source)
-                path = hardware.medusa_heads if span.end == hardware.num_layers else None
-                heads = MedusaHeads.of(path, loaded, hardware.source) if path is not None else None
-                grammars = TailGrammars(partial(load_tokenizer, hardware.source), loaded.config.vocab_size)
-                return SpanEngine(loaded, loaded.new_cache(kv_tokens), heads, grammars, self._watch)
-
         try:
-            return await asyncio.to_thread(load)
+            return await asyncio.to_thread(load, progress, fetched)
         finally:
             abandoned.set()

@@ -54,7 +54,7 @@ class NodeStatus:
             span=span,
             addresses=transport.addresses,
             layer_ms=(self.spans.layer_ms,) * len(span) if span else (),
-            cost=self.hardware.calibration.cost,
+            cost=self.spans.cost,
             kv_capacity_tokens=lifecycle.kv_tokens,
             kv_free_tokens=self.server.free_tokens(engine, engine.cache.free_tokens)
             if engine is not None and loaded
@@ -63,9 +63,12 @@ class NodeStatus:
             region=self.config.region,
             link_ms=self.rtt_monitor.link_ms,
             version=swarm.__version__,
-            pinned=bool(self.config.layers),
+            pinned=bool(self.config.layers) or lifecycle.share is not None,
             identity_proof=self.network.identity_proof(),
             owners=self.accounts.owner_tags,
+            experts=lifecycle.share,
+            expert_room=self.hardware.expert_room,
+            lead_room=self.hardware.lead_room,
             published_at=now,
         )
 
@@ -75,6 +78,11 @@ class NodeStatus:
     @property
     def state(self) -> NodeState:
         return self.spans.lifecycle.state(self.server.refusing)
+
+    @property
+    def movable(self) -> bool:
+        """Whether it serves layers that rebalancing may exchange for others."""
+        return self.state is NodeState.SERVING and self.spans.lifecycle.share is None
 
     def startup_facts(self) -> dict[str, Any]:
         transport = self.network.transport
@@ -88,10 +96,19 @@ class NodeStatus:
     def serving(self) -> tuple[str, dict[str, Any]]:
         """A sentence and the fields of the "serving" event."""
         lifecycle, layer_ms = self.spans.lifecycle, self.spans.layer_ms
-        span, tokens = lifecycle.span, lifecycle.kv_tokens
-        assert span is not None  # a node that serves has layers
+        span, tokens, share = lifecycle.span, lifecycle.kv_tokens, lifecycle.share
         threads = self.hardware.calibration.threads
-        sentence = f"serves layers {span}: {layer_ms:.3f} ms a layer with {threads} threads, room for {tokens} tokens"
+        if span is None:
+            assert share is not None  # a node that serves has layers, or experts of some
+            facts = {"start": share.layers.start, "end": share.layers.end, "experts": [share.first, share.end]}
+            return f"computes {share} for nodes that lead them, with {threads} threads", {
+                **self.startup_facts(),
+                **facts,
+            }
+        led = "" if share is None else f" with experts {share.first}:{share.end} of {share.count} and other nodes'"
+        sentence = (
+            f"serves layers {span}{led}: {layer_ms:.3f} ms a layer with {threads} threads, room for {tokens} tokens"
+        )
         facts = {"start": span.start, "end": span.end, "layer_ms": round(layer_ms, 4), "kv_tokens": tokens}
         return sentence, {**self.startup_facts(), **facts}
 
@@ -117,6 +134,8 @@ class NodeStatus:
             paused=tuple(self.availability.reasons.values()),
             start=profile.span.start if profile.span else None,
             end=profile.span.end if profile.span else None,
+            experts=str(profile.experts or ""),
+            waits_for="" if self.spans.experts is None else self.spans.experts.waits_for,
             layer_ms=self.spans.layer_ms,
             layer_capacity=profile.layer_capacity,
             kv_capacity_tokens=profile.kv_capacity_tokens,

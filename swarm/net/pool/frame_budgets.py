@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from swarm.audit_messages import AuditQuery
+from swarm.expert_messages import ExpertOutputs, ExpertRows, ExpertsRefused
 from swarm.messages import (
     AnyMessage,
     CloseSession,
@@ -69,8 +70,14 @@ _PRICES: dict[type[AnyMessage], float] = {
     SessionFailed: 0.25,
     KvBlocks: 0.25,
     TapRows: 0.25,
+    ExpertRows: 0.25,
+    ExpertOutputs: 0.25,
+    ExpertsRefused: 0.25,
 }
-_WORK = (Step, StepResult, SessionOpened, SessionFailed, KvBlocks, TapRows)
+_WORK = (
+    *(Step, StepResult, SessionOpened, SessionFailed, KvBlocks, TapRows),
+    *(ExpertRows, ExpertOutputs, ExpertsRefused),
+)
 _ITEMS_A_UNIT = 600  # integers decoded in 50 us
 _BYTES_A_UNIT = 3000  # of a header of such integers
 

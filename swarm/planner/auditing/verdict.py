@@ -16,8 +16,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
+from swarm.audit_messages import DIGEST_BYTES, UNKNOWN, token_digests
 from swarm.planner.auditing.policy import MEASURED_LAYERS, AuditPolicy, HonestSpread
-from swarm.row_digest import DIGEST_BYTES, UNKNOWN, token_digests
 from swarm.types import PeerId
 
 Distance = Callable[[int, bytes, bytes], float]

@@ -43,6 +43,10 @@ class ChainRules:
     ends: frozenset[PeerId] = frozenset()
     not_first: frozenset[PeerId] = frozenset()
 
+    def allows(self, node: NodeProfile) -> bool:
+        """Whether it may be a hop: one of `ends` that shares its experts hands rows to nodes that nobody named."""
+        return node.peer not in self.ends or node.experts is None or len(node.experts.experts) == node.experts.count
+
     def links(self, nodes: Sequence[NodeProfile], rho_ms: Floats) -> Floats:
         """`rho_ms [N, N]` between `nodes`, infinite where the rules allow no link. Says nothing of unknown marks."""
         forbidden = np.zeros(rho_ms.shape, np.bool_)

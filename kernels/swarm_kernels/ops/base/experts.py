@@ -82,10 +82,15 @@ class PlainExperts:
                 raise KernelError(f"expert {expert} was chosen of {self.count}")
             rows, places = (index == expert).nonzero(as_tuple=True)
             outputs[rows, places] = self.second[expert](self.gating(self.first[expert](x[rows].float())))
-        total = torch.zeros_like(outputs[:, 0])
-        for place in range(index.shape[1]):
-            total = total + scores[:, place, None].float() * outputs[:, place]
-        return total.to(x.dtype)
+        return add_up(outputs, scores).to(x.dtype)
+
+
+def add_up(outputs: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    """`outputs [n, k, hidden]` fp32 of rows' experts -> their sums times `scores [n, k]`, in their order."""
+    total = torch.zeros_like(outputs[:, 0])
+    for place in range(outputs.shape[1]):
+        total = total + scores[:, place, None].float() * outputs[:, place]
+    return total
 
 
 def check_routing(x: torch.Tensor, index: torch.Tensor, scores: torch.Tensor, hidden: int) -> None:

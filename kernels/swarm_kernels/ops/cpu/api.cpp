@@ -173,6 +173,12 @@ int32_t swarm_experts(const SwarmExperts* experts, const float* x, const int64_t
   return locked([&](Engine& engine) { engine.experts(*experts, x, index, scores, rows, chosen, y); });
 }
 
+// outputs [rows, chosen, hidden], scores [rows, chosen] -> y [rows, hidden].
+int32_t swarm_sum_experts(const float* outputs, const float* scores, int64_t rows, int64_t chosen, int64_t hidden,
+                          float* y) {
+  return locked([&](Engine& engine) { engine.sum_experts(outputs, nullptr, scores, rows, chosen, hidden, y); });
+}
+
 int32_t swarm_rms_norm(const float* x, int64_t rows, int64_t in, const float* weight, float eps, float* y) {
   return locked([&](Engine& engine) { engine.rms_norm(x, rows, in, weight, eps, y); });
 }
@@ -203,6 +209,21 @@ int32_t swarm_layers(const SwarmLayer* const* layers, const SwarmCache* caches, 
       engine.layer(*layers[i], caches[i], *plan, {cos, sin, rot}, hidden);
     }
   });
+}
+
+// One layer up to its experts: hidden [rows, width] in place, x likewise, index and scores [rows, chosen] are written.
+int32_t swarm_layer_to_experts(const SwarmLayer* layer, const SwarmCache* cache, const SwarmPlan* plan,
+                               const float* cos, const float* sin, int64_t rot, float* hidden, float* x,
+                               int64_t* index, float* scores) {
+  return locked([&](Engine& engine) {
+    engine.commit_tree_slots(*cache, plan->copy_from, plan->copy_to, plan->copies);
+    engine.layer_to_experts(*layer, *cache, *plan, {cos, sin, rot}, hidden, x, index, scores);
+  });
+}
+
+// ... and the rest of it, from the sums of their outputs, part [rows, width], which is overwritten.
+int32_t swarm_layer_from_experts(const SwarmLayer* layer, const float* x, int64_t rows, float* part, float* hidden) {
+  return locked([&](Engine& engine) { engine.mixture_output(*layer, x, rows, part, hidden); });
 }
 
 }  // extern "C"

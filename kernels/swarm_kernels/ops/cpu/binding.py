@@ -151,6 +151,7 @@ _SIGNATURES = {
         c_int32,
         [POINTER(ExpertsDesc), c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_void_p],
     ),
+    "swarm_sum_experts": (c_int32, [c_void_p, c_void_p, c_int64, c_int64, c_int64, c_void_p]),
     "swarm_rms_norm": (c_int32, [c_void_p, c_int64, c_int64, c_void_p, c_float, c_void_p]),
     "swarm_commit_tree_slots": (c_int32, [POINTER(CacheDesc), c_void_p, c_void_p, c_int64]),
     "swarm_attend": (
@@ -179,6 +180,11 @@ _SIGNATURES = {
             c_void_p,
         ],
     ),
+    "swarm_layer_to_experts": (
+        c_int32,
+        [POINTER(LayerDesc), POINTER(CacheDesc), POINTER(PlanDesc), c_void_p, c_void_p, c_int64, *(c_void_p,) * 4],
+    ),
+    "swarm_layer_from_experts": (c_int32, [POINTER(LayerDesc), c_void_p, c_int64, c_void_p, c_void_p]),
 }
 
 

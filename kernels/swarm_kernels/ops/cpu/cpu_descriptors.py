@@ -10,12 +10,14 @@ import ctypes
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from swarm_kernels.batch import AttentionMetadata
 from swarm_kernels.ops.base.backend import LayerCache, LayerStack
 from swarm_kernels.ops.base.layer_weights import LayerWeights, Linear, Mixture
+from swarm_kernels.ops.base.split_experts import SplitExperts
 from swarm_kernels.ops.cpu import binding, cpu_library
 from swarm_kernels.ops.cpu.code_blocks import BLOCK
 from swarm_kernels.ops.cpu.cpu_experts import describe_mixture, supports_mixture
@@ -100,15 +102,22 @@ def describe_scoring(
 
 
 class CpuLayerStack(LayerStack):
-    """Descriptors of layers and their caches; hidden states are fp32."""
+    """Descriptors of layers and their caches; hidden states are fp32. All layers are one call, but for those whose
+    experts are partly elsewhere: they are cut before and after their experts."""
 
     def __init__(self, library: ctypes.CDLL, layers: Sequence[LayerWeights], caches: Sequence[LayerCache]) -> None:
         super().__init__(layers, caches)
         self._library = library
         self._vectors: list[torch.Tensor] = []  # fp32; the layer descriptors point into them
         self._layers = [_describe_layer(weights, self._vectors) for weights in layers]
-        self._pointers = (ctypes.POINTER(binding.LayerDesc) * len(layers))(*map(ctypes.pointer, self._layers))
-        self._caches = (binding.CacheDesc * len(layers))(*(describe_cache(k, v) for k, v in caches))
+        self._caches = [describe_cache(k, v) for k, v in caches]
+        self._runs = [self._run_of(run) for run in runs([is_split(weights) for weights in layers])]
+
+    def _run_of(self, run: range) -> tuple[range, ctypes.Array[Any], ctypes.Array[binding.CacheDesc]]:
+        """Layers that one call runs, and its arguments."""
+        layers, caches = self._layers[run.start : run.stop], self._caches[run.start : run.stop]
+        pointers = (ctypes.POINTER(binding.LayerDesc) * len(run))(*map(ctypes.pointer, layers))
+        return run, pointers, (binding.CacheDesc * len(run))(*caches)
 
     def run(
         self,
@@ -121,18 +130,55 @@ class CpuLayerStack(LayerStack):
     ) -> torch.Tensor:
         out = hidden.clone(memory_format=torch.contiguous_format)
         fp32_cos, fp32_sin = cos.to(torch.float32).contiguous(), sin.to(torch.float32).contiguous()
-        status = self._library.swarm_layers(
-            self._pointers,
-            self._caches,
-            len(self._layers),
-            prepared_plan(self._library, plan, self.blocks),
-            fp32_cos.data_ptr(),
-            fp32_sin.data_ptr(),
-            cos.shape[-1],
-            out.data_ptr(),
+        structure = prepared_plan(self._library, plan, self.blocks)
+        tables = fp32_cos.data_ptr(), fp32_sin.data_ptr(), cos.shape[-1]
+        for run, pointers, kv in self._runs:
+            if is_split(layers[run.start]):
+                self._run_split(run.start, layers[run.start], structure, tables, out)
+                continue
+            status = self._library.swarm_layers(pointers, kv, len(run), structure, *tables, out.data_ptr())
+            cpu_library.check(status)
+        return out
+
+    def _run_split(
+        self,
+        place: int,
+        weights: LayerWeights,
+        plan: binding.PlanDesc,
+        tables: tuple[int, int, int],
+        out: torch.Tensor,
+    ) -> None:
+        """A layer whose experts Python calls, on `out [n, hidden]` in place."""
+        assert isinstance(weights.mlp, Mixture)  # `is_split`
+        chosen = weights.mlp.routing.chosen
+        x, index = torch.empty_like(out), torch.empty(len(out), chosen, dtype=torch.int64)
+        scores = torch.empty(len(out), chosen)
+        status = self._library.swarm_layer_to_experts(
+            self._layers[place], self._caches[place], plan, *tables,
+            out.data_ptr(), x.data_ptr(), index.data_ptr(), scores.data_ptr(),
+        )  # fmt: skip
+        cpu_library.check(status)
+        part = weights.mlp.experts(x, index, scores).contiguous()
+        status = self._library.swarm_layer_from_experts(
+            self._layers[place], x.data_ptr(), len(out), part.data_ptr(), out.data_ptr()
         )
         cpu_library.check(status)
-        return out
+
+
+def runs(split: Sequence[bool]) -> list[range]:
+    """Places that run in one go, in order: a split layer by itself, the others as many as are neighbors."""
+    found: list[range] = []
+    for place, alone in enumerate(split):
+        if alone or not found or split[found[-1].start]:
+            found.append(range(place, place + 1))
+        else:
+            found[-1] = range(found[-1].start, place + 1)
+    return found
+
+
+def is_split(weights: LayerWeights) -> bool:
+    """Whether some of its experts are elsewhere."""
+    return isinstance(weights.mlp, Mixture) and isinstance(weights.mlp.experts, SplitExperts)
 
 
 def _describe_layer(weights: LayerWeights, vectors: list[torch.Tensor]) -> binding.LayerDesc:

@@ -11,6 +11,7 @@ import torch
 from swarm.errors import KernelError
 from swarm_kernels.ops.base.experts import Gating, check_routing
 from swarm_kernels.ops.base.layer_weights import Mixture
+from swarm_kernels.ops.base.split_experts import SplitExperts
 from swarm_kernels.ops.cpu import binding, cpu_library
 from swarm_kernels.ops.cpu.code_blocks import BLOCK
 from swarm_kernels.ops.cpu.cpu_linear import PackedLinear, linear_desc
@@ -61,13 +62,25 @@ def pack_experts(first: Sequence[PackedLinear], second: Sequence[PackedLinear], 
     return PackedExperts(first, second, gating, binding.ExpertsDesc(*arrays, len(first), hidden, width, how))
 
 
+def add_up(outputs: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    """See `split_experts.AddUp`: the sum is the code that adds up a whole mixture."""
+    rows, chosen, hidden = outputs.shape
+    each, weights = outputs.to(torch.float32).contiguous(), scores.to(torch.float32).contiguous()
+    out = torch.zeros(rows, hidden)
+    status = cpu_library.loaded().swarm_sum_experts(
+        each.data_ptr(), weights.data_ptr(), rows, chosen, hidden, out.data_ptr()
+    )
+    cpu_library.check(status)
+    return out
+
+
 def supports_mixture(mixture: Mixture) -> bool:
     """Whether all its linear layers are packed, and the inner width of a shared expert is a multiple of 16."""
     shared = mixture.shared
     linears = (mixture.router, mixture.shared_gate, *(() if shared is None else (shared.gate_up, shared.down)))
     packed = all(isinstance(linear, PackedLinear) for linear in linears if linear is not None)
     even = shared is None or shared.down.in_features % BLOCK == 0
-    return packed and even and isinstance(mixture.experts, PackedExperts)
+    return packed and even and isinstance(mixture.experts, PackedExperts | SplitExperts)
 
 
 def describe_mixture(mixture: Mixture, vectors: list[torch.Tensor]) -> binding.MixtureDesc:
@@ -77,7 +90,10 @@ def describe_mixture(mixture: Mixture, vectors: list[torch.Tensor]) -> binding.M
         vectors.append(mixture.correction.to(torch.float32).contiguous())
         correction = vectors[-1].data_ptr()
     shared, how = mixture.shared, mixture.routing
-    assert isinstance(mixture.experts, PackedExperts)  # `supports_mixture`
+    if isinstance(mixture.experts, PackedExperts):
+        experts = mixture.experts.desc
+    else:  # the layer is run in two parts, and Python calls its experts in between
+        experts = binding.ExpertsDesc(None, None, mixture.experts.count, mixture.experts.hidden, 0)
     return binding.MixtureDesc(
         linear_desc(mixture.router),
         linear_desc(None if shared is None else shared.gate_up),
@@ -87,6 +103,6 @@ def describe_mixture(mixture: Mixture, vectors: list[torch.Tensor]) -> binding.M
         binding.RoutingDesc(
             how.scores, how.normalized, how.epsilon, how.scale, how.chosen, how.groups, how.used_groups
         ),
-        mixture.experts.desc,
+        experts,
         0 if shared is None else shared.activation,
     )

@@ -152,12 +152,17 @@ void Engine::some_experts(const SwarmExperts& all, const float* x, const int64_t
     return to;
   };
   ExpertsPass(*table_, *pool_, scratch_, groups, all.second).run(gated, outer);
+  sum_experts(outer, place.data(), scores, rows, chosen, hidden, y);
+}
+
+void Engine::sum_experts(const float* outputs, const int64_t* place, const float* scores, int64_t rows, int64_t chosen,
+                         int64_t hidden, float* y) {
   pool_->run(rows, [&](int64_t row, int) {
     float* to = y + row * hidden;
     std::fill(to, to + hidden, 0.0f);
-    for (int64_t j = 0; j < chosen; j++) {  // in the order of the row's experts: no row depends on another
-      const float score = scores[row * chosen + j];
-      const float* from = outer + place[row * chosen + j] * hidden;
+    for (int64_t pair = row * chosen; pair < (row + 1) * chosen; pair++) {  // in the order of the row's experts: no row
+      const float score = scores[pair];                                     // depends on another
+      const float* from = outputs + (place ? place[pair] : pair) * hidden;
       for (int64_t k = 0; k < hidden; k++) to[k] += score * from[k];
     }
   });

@@ -11,10 +11,7 @@ void Engine::mixture(const SwarmLayer& layer, int64_t rows, float* hidden) {
   const float* x = hidden;
   if (layer.mlp_norm) {
     float* normed = scratch_.take(rows * width);
-    each_row(rows, [&](int64_t row) {
-      const float* from = hidden + row * width;
-      table_->scale_row(from, width, table_->inverse_rms(from, width, layer.eps), layer.mlp_norm, normed + row * width);
-    });
+    mixture_input(layer, rows, hidden, normed);
     x = normed;
   }
   float* scores = scratch_.take(rows * chosen);
@@ -22,8 +19,31 @@ void Engine::mixture(const SwarmLayer& layer, int64_t rows, float* hidden) {
   route(all, x, rows, index.data(), scores);
   float* part = scratch_.take(rows * width);
   experts(all.experts, x, index.data(), scores, rows, chosen, part);
+  mixture_output(layer, x, rows, part, hidden);
+}
+
+void Engine::mixture_input(const SwarmLayer& layer, int64_t rows, const float* hidden, float* x) {
+  const int64_t width = layer.mixture->experts.hidden;
+  each_row(rows, [&](int64_t row) {
+    const float* from = hidden + row * width;
+    if (layer.mlp_norm)
+      table_->scale_row(from, width, table_->inverse_rms(from, width, layer.eps), layer.mlp_norm, x + row * width);
+    else
+      std::copy(from, from + width, x + row * width);
+  });
+}
+
+void Engine::mixture_output(const SwarmLayer& layer, const float* x, int64_t rows, float* part, float* hidden) {
+  const SwarmMixture& all = *layer.mixture;
   if (all.shared_down.weight) add_shared(all, x, rows, part);
-  add_rows(layer, part, rows, width, layer.mlp_post_norm, layer.rounds_to_bf16, hidden);
+  add_rows(layer, part, rows, all.experts.hidden, layer.mlp_post_norm, layer.rounds_to_bf16, hidden);
+}
+
+void Engine::layer_to_experts(const SwarmLayer& layer, const SwarmCache& cache, const SwarmPlan& plan,
+                              const RotaryTables& tables, float* hidden, float* x, int64_t* index, float* scores) {
+  attention(layer, cache, plan, tables, hidden);
+  mixture_input(layer, plan.rows, hidden, x);
+  route(*layer.mixture, x, plan.rows, index, scores);
 }
 
 void Engine::route(const SwarmMixture& all, const float* x, int64_t rows, int64_t* index, float* scores) {

@@ -61,6 +61,10 @@ class Engine {
   // x [rows, hidden] -> y likewise: of each row, the outputs of its `chosen` experts, index [rows, chosen], times scores.
   void experts(const SwarmExperts& all, const float* x, const int64_t* index, const float* scores, int64_t rows,
                int64_t chosen, float* y);
+  // outputs [rows * chosen, hidden] of rows' experts -> y [rows, hidden]: their sums, times scores [rows, chosen], in
+  // order. Those of pair i are at place[i], or at i if `place` is null.
+  void sum_experts(const float* outputs, const int64_t* place, const float* scores, int64_t rows, int64_t chosen,
+                   int64_t hidden, float* y);
   void commit_tree_slots(const SwarmCache& cache, const int64_t* from, const int64_t* to, int64_t count);
   // q [rows, heads, dim] with row stride ldq, and so on; `out` [rows, heads * (size of a value)]. q is scaled in a copy.
   struct Heads {
@@ -84,6 +88,11 @@ class Engine {
   // hidden [rows, layer.o.out], in place
   void layer(const SwarmLayer& layer, const SwarmCache& cache, const SwarmPlan& plan, const RotaryTables& tables,
              float* hidden);
+  // The same layer in two parts, for experts that are elsewhere: up to x [rows, hidden], which experts read, and their
+  // index and scores [rows, chosen]; then from the experts' sums `part` [rows, hidden], which is overwritten.
+  void layer_to_experts(const SwarmLayer& layer, const SwarmCache& cache, const SwarmPlan& plan,
+                        const RotaryTables& tables, float* hidden, float* x, int64_t* index, float* scores);
+  void mixture_output(const SwarmLayer& layer, const float* x, int64_t rows, float* part, float* hidden);
 
  private:
   struct Norm {
@@ -95,6 +104,7 @@ class Engine {
                  float* hidden);
   void mlp(const SwarmLayer& layer, int64_t rows, float* hidden);
   void mixture(const SwarmLayer& layer, int64_t rows, float* hidden);
+  void mixture_input(const SwarmLayer& layer, int64_t rows, const float* hidden, float* x);
   void add_part(const SwarmLayer& layer, const SwarmLinear& last, const float* x, int64_t rows, const float* post_norm,
                 bool bf16, float* hidden);
   void add_rows(const SwarmLayer& layer, const float* part, int64_t rows, int64_t width, const float* post_norm,
