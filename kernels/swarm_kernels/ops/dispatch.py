@@ -12,7 +12,7 @@ import torch
 
 from swarm.errors import KernelError
 from swarm_kernels.batch import AttentionMetadata
-from swarm_kernels.ops.base import int4_linear, int8_linear
+from swarm_kernels.ops.base import int4_linear, int8_linear, recurrence
 from swarm_kernels.ops.base.backend import AttentionBackend, LayerCache
 from swarm_kernels.ops.base.codebook_linear import CodebookLinear, CodedWeights
 from swarm_kernels.ops.base.experts import Gating, PlainExperts, check_experts
@@ -28,6 +28,7 @@ from swarm_kernels.ops.base.layer_weights import (
     plain_linear,
 )
 from swarm_kernels.ops.base.matrix import Matrix
+from swarm_kernels.ops.base.recurrence import Convolution, Recurrence, State, StateRows
 from swarm_kernels.ops.base.routing import Routing, Scores
 from swarm_kernels.ops.base.stored_weights import StoredWeights
 from swarm_kernels.ops.base.torch_reference import REFERENCE, apply_rope
@@ -39,25 +40,30 @@ from swarm_kernels.ops.base.validate import (
     check_step,
     check_variant,
 )
-from swarm_kernels.ops.cpu import cpu_experts, cpu_head_linears, cpu_library, cpu_linear
+from swarm_kernels.ops.cpu import cpu_experts, cpu_head_linears, cpu_library, cpu_linear, cpu_recurrence
 from swarm_kernels.ops.cpu.cpu_backend import cpu_backend
 from swarm_kernels.ops.cpu.cpu_library import describe, isa, select_isa, set_threads
 from swarm_kernels.ops.triton import selector
 
 __all__ = [
     "Attention",
+    "Convolution",
     "Experts",
     "GatedMlp",
     "Gating",
     "LayerWeights",
     "Linear",
     "Mixture",
+    "Recurrence",
     "Routing",
     "Scores",
+    "StateRows",
     "apply_rope",
     "attend",
     "attend_latent",
     "commit_tree_slots",
+    "compiles_states",
+    "convolve",
     "decoder_layer",
     "decoder_layers",
     "describe",
@@ -67,6 +73,7 @@ __all__ = [
     "pack_linear",
     "pack_stored",
     "quantize_linear",
+    "recur",
     "rms_norm",
     "select_isa",
     "set_threads",
@@ -185,6 +192,25 @@ def decoder_layers(
     if not backend.checks_slots:
         check_plan(plan, stack.blocks)
     return stack.run(hidden, layers, cos, sin, caches, plan)
+
+
+def compiles_states(x: torch.Tensor) -> bool:
+    """Whether `convolve` and `recur` are compiled for such rows: elsewhere they are a loop over single rows."""
+    return x.is_cpu and x.dtype in (torch.float32, torch.bfloat16) and cpu_library.library() is not None
+
+
+def convolve(
+    x: torch.Tensor, how: Convolution, rows: StateRows, starts: Sequence[State]
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """`x [n, C]` fp32 or bf16 -> likewise, and the states `[C, taps]` after the rows that are saved. bf16: rounded before
+    the activation and after it. Raises KernelError."""
+    return (cpu_recurrence if compiles_states(x) else recurrence).convolve(x, how, rows, starts)
+
+
+def recur(how: Recurrence, rows: StateRows, starts: Sequence[State]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """-> `[n, H, V]` fp32, and the states after the rows that are saved, fp32. Computed in fp32, row by row along each
+    path. Raises KernelError."""
+    return (cpu_recurrence if compiles_states(how.value) else recurrence).recur(how, rows, starts)
 
 
 def pack_linear(weight: Matrix, bias: torch.Tensor | None = None) -> Linear:

@@ -61,6 +61,10 @@ class Engine {
   // x [rows, hidden] -> y likewise: of each row, the outputs of its `chosen` experts, index [rows, chosen], times scores.
   void experts(const SwarmExperts& all, const float* x, const int64_t* index, const float* scores, int64_t rows,
                int64_t chosen, float* y);
+  // x [rows, channels] with row stride x_row -> y [rows, channels]. A start may be null: zeros.
+  void convolve(const SwarmStateRows& rows, const float* const* starts, float* const* saved,
+                const SwarmConvolution& how, const float* x, int64_t x_row, float* y);
+  void recur(const SwarmStateRows& rows, const float* const* starts, float* const* saved, const SwarmRecurrence& how);
   void commit_tree_slots(const SwarmCache& cache, const int64_t* from, const int64_t* to, int64_t count);
   // q [rows, heads, dim] with row stride ldq, and so on; `out` [rows, heads * (size of a value)]. q is scaled in a copy.
   struct Heads {
