@@ -165,12 +165,13 @@ class OneCallMixer:
         **_: Any,
     ) -> tuple[torch.Tensor, _Nothing]:
         """Mamba-2 (Dao and Gu, 2024): values `[1, n, heads, size]`, time steps `[1, n, heads]`, A `[heads]`, B and C
-        `[1, n, groups, states]` -> like values, fp32."""
-        if not dt_softplus or tuple(dt_limit) != (0.0, math.inf):  # transformers bounds them in long runs only
+        `[1, n, groups, states]` -> like values, fp32. Time steps are bounded in every row: transformers bounds them in
+        long runs, and not where it decodes a single row."""
+        if not dt_softplus:
             raise NotComputed
         if dt_bias is not None:
             dt = dt + dt_bias.to(dt.dtype)
-        step = torch.nn.functional.softplus(dt[0]).float()
+        step = torch.nn.functional.softplus(dt[0]).clamp(*dt_limit).float()
         how = Recurrence(C[0], B[0], hidden_states[0], A.float() * step, step, D, values_first=True)
         output, self._saved["recurrent"] = dispatch.recur(how, self._rows, self._before("recurrent"))
         return output[None], _Nothing()

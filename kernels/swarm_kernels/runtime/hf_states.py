@@ -32,6 +32,7 @@ from swarm_kernels.kvcache.stateful_cache import StatefulCache, StateSpec, Tenso
 from swarm_kernels.ops import dispatch
 from swarm_kernels.ops.base.recurrence import StateRows
 from swarm_kernels.runtime.hf_attention import ProbedLayer, Visibility, running
+from swarm_kernels.runtime.hf_linears import PackedModule, replace_module
 from swarm_kernels.runtime.hf_recurrence import NO_STATE, NotComputed, OneCallMixer
 
 _MIXERS = frozenset({
@@ -108,7 +109,7 @@ class StateMixer:
         self._cache_argument = next(name for name in _CACHE_ARGUMENTS if name in parameters)
         self._arguments: dict[str, Any] = dict.fromkeys(name for name in _NOT_USED if name in parameters)
         self._row_by_row = type(module).__name__ in _SCANS_FROM_ZERO
-        self._one_call = OneCallMixer.of(module)
+        self.one_call = OneCallMixer.of(module)
         self._in_tuple = False  # whether it returns its output in a tuple
 
     def __call__(self, hidden_states: torch.Tensor, *_: Any, **__: Any) -> Any:
@@ -120,8 +121,8 @@ class StateMixer:
             return self._probe(hidden_states)
         assert isinstance(batch.metadata, StatefulMetadata)
         plan, rows = batch.metadata.states, hidden_states[0]
-        if self._one_call is not None and dispatch.compiles_states(rows):
-            output = self._run_all(self._one_call, plan.in_one_call(len(rows)), rows)
+        if self.one_call is not None and dispatch.compiles_states(rows):
+            output = self._run_all(self.one_call, plan.in_one_call(len(rows)), rows)
             self._keep(plan.kept, rows)
             return self._like_module(output[None])
         output = torch.empty_like(rows)
@@ -161,16 +162,16 @@ class StateMixer:
 
     def _try_one_call(self, hidden: torch.Tensor, specs: Mapping[str, TensorSpec]) -> None:
         """Whether our ops have its arithmetic, and its states."""
-        if self._one_call is None or not dispatch.compiles_states(hidden):
+        if self.one_call is None or not dispatch.compiles_states(hidden):
             return
         inputs, rows = hidden[0, :1].expand(2, -1), StateRows.of((0, 1), (-1, 0), 1, (1,))
         try:
-            _, (state,) = self._one_call(inputs, rows, (None,), self._arguments | {self._cache_argument: NO_STATE})
+            _, (state,) = self.one_call(inputs, rows, (None,), self._arguments | {self._cache_argument: NO_STATE})
         except NotComputed:
-            self._one_call = None
+            self.one_call = None
         else:
             if {name: TensorSpec(tuple(x.shape), x.dtype) for name, x in state.items()} != specs:
-                self._one_call = None
+                self.one_call = None
 
     # --- batches ------------------------------------------------------------------------------------------------
 
@@ -273,13 +274,18 @@ def state_cache(
     return StatefulCache(shape, max_tokens, device, blocks, specs, max(state_bytes, sessions * each))
 
 
-def install(layer: torch.nn.Module, index: int) -> StateMixer | None:
-    """Let the mixer of a layer of the model, if it has one with a state, run on our states."""
+def install(layer: torch.nn.Module, index: int, packs: bool) -> StateMixer | None:
+    """Let the mixer of a layer of the model, if it has one with a state, run on our states. `packs`: where linear layers
+    are packed, those of the mixer that keep their floats are too, for torch's round a row by the number of rows."""
     found = [module for module in layer.modules() if type(module).__name__ in _MIXERS]
     if not found:
         return None
     if len(found) > 1:
         raise UnsupportedModel("its layers have several states")
     mixer = StateMixer(found[0], index)
+    if packs and mixer.one_call is not None:
+        for name, module in list(found[0].named_modules()):
+            if isinstance(module, torch.nn.Linear) and module.weight.device.type == "cpu":
+                replace_module(found[0], name, PackedModule(dispatch.pack_linear(module.weight, module.bias)))
     found[0].forward = mixer
     return mixer

@@ -117,13 +117,15 @@ SWARM_NOINLINE void advance(const float* from, float* to, int64_t keys, const fl
       for (int i = 0; i < 2; i++) {
         SWARM_UNROLL
         for (int j = 0; j < STATE_VECS; j++) {
-          const V kept = load(from + (k + i) * STATE_COLUMNS + j * LANES) * decay[BY_KEY ? k + i : 0];
-          sums[i][j] += rounded(kept) * key[k + i];
+          V kept = load(from + (k + i) * STATE_COLUMNS + j * LANES);
+          if constexpr (BY_KEY) kept = rounded(kept * decay[k + i]);
+          sums[i][j] += kept * key[k + i];
         }
       }
     }
     for (int j = 0; j < STATE_VECS; j++) {
-      update[j] -= sums[0][j] + sums[1][j];
+      const V found = sums[0][j] + sums[1][j];
+      update[j] -= rounded(BY_KEY ? found : found * decay[0]);
       sums[0][j] = sums[1][j] = zero();
     }
   }
