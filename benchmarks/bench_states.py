@@ -1,10 +1,10 @@
-"""Layers with a recurrent state: every row in one call on the compiled ops, beside transformers' modules level by level.
+"""Layers with a recurrent state: all rows in one call on the compiled ops, beside transformers' modules by levels.
 
     PYTHONPATH=tests/kernels python benchmarks/bench_states.py
 
 One layer of a shape with random weights. Figures are milliseconds of the mixer alone (projections, convolution,
-recurrence, norm): one row after another, a tree of 16 in five levels, a prompt of 512 from the first token on. Bursts of both take
-turns, so a busy machine slows both alike. What comes out of both is compared first.
+recurrence, norm): one row after another, a tree of 16 in five levels, a prompt of 512 from the first token on. Bursts
+of both take turns, so a busy machine slows both alike. What comes out of both is compared first.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from swarm.types import LayerSpan
 from swarm_kernels.device.device import physical_cores
 from swarm_kernels.kvcache.cache import StepRequest
 from swarm_kernels.ops import dispatch
-from swarm_kernels.runtime.hf_recurrence import OneCallMixer
 from swarm_kernels.runtime.hf_span import HfSpan
 from swarm_kernels.runtime.hf_states import StateMixer
 from swarm_kernels.runtime.load import load_span
+from swarm_kernels.runtime.mixers.one_call import OneCallMixer
 
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "Qwen3-Next-80B-A3B": ("qwen3_next", {

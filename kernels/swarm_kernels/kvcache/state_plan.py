@@ -1,7 +1,8 @@
 """How the rows of a batch advance the recurrent states of its sessions: the same in every layer with a state.
 
 Owns the plan's data, and the plan as the rows of one call. `recurrent_states` makes one for each batch,
-`runtime.hf_states` carries it out in each layer. Tensors are kept by layer of the model, and never changed in place: sessions share them.
+`runtime.hf_states` carries it out in each layer. Tensors are kept by layer of the model, and never changed in place:
+sessions share them.
 """
 
 from __future__ import annotations

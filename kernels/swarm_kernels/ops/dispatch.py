@@ -12,11 +12,12 @@ import torch
 
 from swarm.errors import KernelError
 from swarm_kernels.batch import AttentionMetadata
-from swarm_kernels.ops.base import int4_linear, int8_linear, recurrence
+from swarm_kernels.ops.base import gated_norm, int4_linear, int8_linear, recurrence
 from swarm_kernels.ops.base.backend import AttentionBackend, LayerCache
 from swarm_kernels.ops.base.codebook_linear import CodebookLinear, CodedWeights
 from swarm_kernels.ops.base.experts import Gating, PlainExperts, check_experts
 from swarm_kernels.ops.base.fp8_linear import Fp8Linear, Fp8Weights
+from swarm_kernels.ops.base.gated_norm import GatedNorm
 from swarm_kernels.ops.base.head_linears import HeadLinears, PlainHeadLinears
 from swarm_kernels.ops.base.layer_weights import (
     Attention,
@@ -50,6 +51,7 @@ __all__ = [
     "Convolution",
     "Experts",
     "GatedMlp",
+    "GatedNorm",
     "Gating",
     "LayerWeights",
     "Linear",
@@ -68,6 +70,7 @@ __all__ = [
     "decoder_layers",
     "describe",
     "isa",
+    "norm_gated",
     "pack_experts",
     "pack_head_linears",
     "pack_linear",
@@ -77,6 +80,7 @@ __all__ = [
     "rms_norm",
     "select_isa",
     "set_threads",
+    "softplus",
 ]
 
 
@@ -195,22 +199,38 @@ def decoder_layers(
 
 
 def compiles_states(x: torch.Tensor) -> bool:
-    """Whether `convolve` and `recur` are compiled for such rows: elsewhere they are a loop over single rows."""
+    """Whether the ops below are compiled for such rows: elsewhere `convolve` and `recur` loop over single rows."""
     return x.is_cpu and x.dtype in (torch.float32, torch.bfloat16) and cpu_library.library() is not None
 
 
 def convolve(
     x: torch.Tensor, how: Convolution, rows: StateRows, starts: Sequence[State]
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """`x [n, C]` fp32 or bf16 -> likewise, and the states `[C, taps]` after the rows that are saved. bf16: rounded before
-    the activation and after it. Raises KernelError."""
-    return (cpu_recurrence if compiles_states(x) else recurrence).convolve(x, how, rows, starts)
+    """`x [n, C]` fp32 or bf16 -> likewise, and the states `[C, taps]` after the rows that are saved. bf16: rounded
+    before the activation and after it. Raises KernelError."""
+    if compiles_states(x):
+        return cpu_recurrence.convolve(x, how, rows, starts)
+    return recurrence.convolve(x, how, rows, starts)
 
 
 def recur(how: Recurrence, rows: StateRows, starts: Sequence[State]) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """-> `[n, H, V]` fp32, and the states after the rows that are saved, fp32. Computed in fp32, row by row along each
     path. Raises KernelError."""
-    return (cpu_recurrence if compiles_states(how.value) else recurrence).recur(how, rows, starts)
+    if compiles_states(how.value):
+        return cpu_recurrence.recur(how, rows, starts)
+    return recurrence.recur(how, rows, starts)
+
+
+def norm_gated(x: torch.Tensor, gate: torch.Tensor, how: GatedNorm) -> torch.Tensor:
+    """`x` and `gate [n, groups * size]` fp32 or bf16 -> like x; computed in fp32. Raises KernelError."""
+    if compiles_states(x):
+        return cpu_recurrence.norm_gated(x, gate, how)
+    return gated_norm.norm_gated(x, gate, how)
+
+
+def softplus(x: torch.Tensor) -> torch.Tensor:
+    """`log(1 + e^x)`. A number's result does not depend on its place, as that of torch's vectors does."""
+    return cpu_recurrence.softplus(x) if compiles_states(x) else torch.nn.functional.softplus(x)
 
 
 def pack_linear(weight: Matrix, bias: torch.Tensor | None = None) -> Linear:

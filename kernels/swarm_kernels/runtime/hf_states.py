@@ -1,11 +1,11 @@
 """transformers' layers with a recurrent state (gated delta nets, Mamba, short convolutions, Lightning attention) on the
 states of our sessions.
 
-Owns how their mixers run on packed rows of many sessions and trees. Which rows follow which, and what is kept, is in the
-batch's `StatePlan`. Where our ops are compiled and have a mixer's arithmetic, one call computes all rows
-(`hf_recurrence`). Elsewhere the mixer is called for each run and each level of the trees, with a `_StateCache` in place
-of transformers' cache, which has the states of its rows' parents along the batch dimension; transformers computes long
-runs by chunks and single rows by a recurrence, and these agree up to rounding.
+Owns how their mixers run on packed rows of many sessions and trees. Which rows follow which, and what is kept, is in
+the batch's `StatePlan`. Where our ops are compiled and have a mixer's arithmetic, one call computes all rows
+(`mixers.one_call`). Elsewhere the mixer is called for each run and each level of the trees, with a `_StateCache` in
+place of transformers' cache, which has the states of its rows' parents along the batch dimension; transformers computes
+long runs by chunks and single rows by a recurrence, and these agree up to rounding.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from swarm_kernels.ops import dispatch
 from swarm_kernels.ops.base.recurrence import StateRows
 from swarm_kernels.runtime.hf_attention import ProbedLayer, Visibility, running
 from swarm_kernels.runtime.hf_linears import PackedModule, replace_module
-from swarm_kernels.runtime.hf_recurrence import NO_STATE, NotComputed, OneCallMixer
+from swarm_kernels.runtime.mixers.one_call import NO_STATE, NotComputed, OneCallMixer
 
 _MIXERS = frozenset({
     "Qwen3NextGatedDeltaNet", "Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet", "Lfm2ShortConv", "Lfm2MoeShortConv",
@@ -275,8 +275,9 @@ def state_cache(
 
 
 def install(layer: torch.nn.Module, index: int, packs: bool) -> StateMixer | None:
-    """Let the mixer of a layer of the model, if it has one with a state, run on our states. `packs`: where linear layers
-    are packed, those of the mixer that keep their floats are too, for torch's round a row by the number of rows."""
+    """Let the mixer of a layer of the model, if it has one with a state, run on our states. `packs`: where linear
+    layers are packed, those of the mixer that keep their floats are too, for torch's round a row by the number of rows.
+    """
     found = [module for module in layer.modules() if type(module).__name__ in _MIXERS]
     if not found:
         return None

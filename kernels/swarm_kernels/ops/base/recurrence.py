@@ -47,10 +47,12 @@ class Convolution:
 @dataclass(frozen=True, slots=True, eq=False)
 class Recurrence:
     """Of each head: `S = exp(decay) S + key (x) u`, `out = scale query S + skip value`. With `corrects` (the delta
-    rule, Yang et al. 2024) `u = beta (value - key (exp(decay) S))`, else `u = beta value` (Mamba-2, Lightning attention).
+    rule, Yang et al. 2024) `u = beta (value - key (exp(decay) S))`, else `u = beta value` (Mamba-2, Lightning
+    attention).
 
     Value head h has key head `h * G / H`. `decay`: of a head, or of each of its keys. With `eps` queries and keys are
-    divided by their length, `sqrt(sum of squares + eps)`. A state is `[H, K, V]`, with `values_first` `[H, V, K]`; fp32.
+    divided by their length, `sqrt(sum of squares + eps)`. A state is `[H, K, V]`, or `[H, V, K]` with `values_first`;
+    fp32.
     """
 
     query: torch.Tensor  # [n, G, K]

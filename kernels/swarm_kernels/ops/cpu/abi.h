@@ -150,7 +150,7 @@ struct SwarmConvolution {
 
 // recurrence.Recurrence of rows: query and key [rows][key_heads][key_dim], value [rows][heads][value_dim], each with its
 // row stride; decay, as logarithms, [rows][heads] or [rows][heads][key_dim]; beta [rows][heads] or null, skip [heads] or
-// null; out [rows][heads][value_dim]. A state is [heads][key_dim][value_dim], with values_first [heads][value_dim][key_dim].
+// null; out [rows][heads][value_dim]. A state is [heads][key_dim][value_dim], or, with values_first, its transpose.
 struct SwarmRecurrence {
   const float *query, *key, *value, *decay, *beta, *skip;
   float* out;
@@ -158,6 +158,15 @@ struct SwarmRecurrence {
   int64_t key_heads, heads, key_dim, value_dim;
   float scale, eps;  // of queries; of the norm
   int32_t corrects, normalizes, decay_by_key, values_first;
+};
+
+// gated_norm.GatedNorm: x and gate [rows][groups][size], gates with their row stride; weight [size] or, with
+// weight_by_group, [groups][size]. `rounds`: to bf16 what is normed, before and after it is multiplied by the weight.
+struct SwarmGatedNorm {
+  const float *weight;
+  int64_t groups, size;
+  float eps;
+  int32_t weight_by_group, gate_first, sigmoid, rounds;
 };
 
 }  // extern "C"

@@ -5,6 +5,7 @@
 #include <pthread.h>
 #include <sys/mman.h>
 
+#include <cmath>
 #include <cstring>
 #include <mutex>
 #include <new>
@@ -198,6 +199,16 @@ int32_t swarm_recur(const SwarmStateRows* rows, const float* const* starts, floa
                     const SwarmRecurrence* how) {
   if (!valid(*rows)) return SWARM_BAD_STATE_ROWS;
   return locked([&](Engine& engine) { engine.recur(*rows, starts, saved, *how); });
+}
+
+int32_t swarm_norm_gated(const SwarmGatedNorm* how, const float* x, const float* gate, int64_t gate_row, int64_t rows,
+                         float* y) {
+  return locked([&](Engine& engine) { engine.norm_gated(*how, x, gate, gate_row, rows, y); });
+}
+
+// log(1 + e^x), each number by itself: torch rounds one by its place in a tensor.
+void swarm_softplus(const float* x, int64_t count, float* y) {
+  for (int64_t i = 0; i < count; i++) y[i] = x[i] > 20.0f ? x[i] : std::log1p(std::exp(x[i]));
 }
 
 int32_t swarm_rms_norm(const float* x, int64_t rows, int64_t in, const float* weight, float eps, float* y) {

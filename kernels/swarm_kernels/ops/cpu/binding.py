@@ -167,6 +167,16 @@ class RecurrenceDesc(ctypes.Structure):
     ]
 
 
+class GatedNormDesc(ctypes.Structure):
+    _fields_ = [
+        ("weight", c_void_p),
+        ("groups", c_int64),
+        ("size", c_int64),
+        ("eps", c_float),
+        *((name, c_int32) for name in ("weight_by_group", "gate_first", "sigmoid", "rounds")),
+    ]
+
+
 _SIGNATURES = {
     "swarm_isa": (c_char_p, []),
     "swarm_use_isa": (c_int32, [c_char_p]),
@@ -196,6 +206,8 @@ _SIGNATURES = {
         ],
     ),
     "swarm_recur": (c_int32, [POINTER(StateRowsDesc), c_void_p, c_void_p, POINTER(RecurrenceDesc)]),
+    "swarm_norm_gated": (c_int32, [POINTER(GatedNormDesc), c_void_p, c_void_p, c_int64, c_int64, c_void_p]),
+    "swarm_softplus": (None, [c_void_p, c_int64, c_void_p]),
     "swarm_rms_norm": (c_int32, [c_void_p, c_int64, c_int64, c_void_p, c_float, c_void_p]),
     "swarm_commit_tree_slots": (c_int32, [POINTER(CacheDesc), c_void_p, c_void_p, c_int64]),
     "swarm_attend": (

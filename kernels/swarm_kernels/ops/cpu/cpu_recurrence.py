@@ -1,4 +1,4 @@
-"""Short convolutions and linear recurrences on the compiled CPU kernels: every row of a batch in one call.
+"""Short convolutions, linear recurrences and gated norms on the compiled CPU kernels: every row of a batch in one call.
 
 Rows are computed one after the other along each path, in fp32, whatever is beside them and wherever a text is cut: on
 one instruction set the results are the same bits.
@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from swarm.errors import KernelError
+from swarm_kernels.ops.base.gated_norm import GatedNorm, check_norm
 from swarm_kernels.ops.base.recurrence import (
     Convolution,
     Recurrence,
@@ -96,3 +97,28 @@ def _check(status: int) -> None:
     if status == binding.BAD_STATE_ROWS:
         raise KernelError("rows of a recurrence are out of order, or continue or save what is not there")
     cpu_library.check(status)
+
+
+def norm_gated(x: torch.Tensor, gate: torch.Tensor, how: GatedNorm) -> torch.Tensor:
+    """See `dispatch.norm_gated`."""
+    check_norm(x, gate, how)
+    wide, gates = _fp32(x), gate.to(torch.float32)
+    if gates.stride(1) != 1:
+        gates = gates.contiguous()
+    rounds, output = how.rounds and x.dtype is torch.bfloat16, torch.empty(x.shape)
+    desc = binding.GatedNormDesc(
+        how.weight.data_ptr(),
+        *(x.shape[1] // how.size, how.size, how.eps),
+        *(len(how.weight) > how.size, how.gate_first, how.sigmoid, rounds),
+    )
+    call = cpu_library.loaded().swarm_norm_gated
+    cpu_library.check(call(desc, wide.data_ptr(), gates.data_ptr(), gates.stride(0), len(x), output.data_ptr()))
+    return output.to(x.dtype)
+
+
+def softplus(x: torch.Tensor) -> torch.Tensor:
+    """See `dispatch.softplus`."""
+    wide = _fp32(x)
+    output = torch.empty_like(wide)
+    cpu_library.loaded().swarm_softplus(wide.data_ptr(), wide.numel(), output.data_ptr())
+    return output.to(x.dtype)

@@ -15,7 +15,7 @@ extern const swarm::KernelTable table;
 const swarm::KernelTable table = {
     SWARM_NAME(SWARM_ISA), row_tile, fill_tile, quantize, row_bytes,  linear, inverse_rms,
     scale_row,             add_row,  rope,      write_kv, query_tile, attend_workspace, attend, merge,
-    gate_row,              route_row, convolve, prepare_recurrence, recur, STATE_COLUMNS,
+    gate_row,              route_row, convolve, prepare_recurrence, recur, norm_gated, STATE_COLUMNS,
 };
 
 }  // namespace SWARM_ISA

@@ -112,6 +112,8 @@ struct KernelTable {
   void (*prepare_recurrence)(const SwarmRecurrence& how, int64_t row, int64_t keys, float* query, float* key,
                              float* decay);
   void (*recur)(const RecurrenceJob& job, int64_t head, int64_t column, float* slots);
+  // One group of a row; y may be x.
+  void (*norm_gated)(const SwarmGatedNorm& how, const float* x, const float* gate, const float* weight, float* y);
   int64_t state_columns;  // of one call of recur
 };
 

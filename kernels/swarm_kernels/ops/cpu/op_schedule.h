@@ -65,6 +65,9 @@ class Engine {
   void convolve(const SwarmStateRows& rows, const float* const* starts, float* const* saved,
                 const SwarmConvolution& how, const float* x, int64_t x_row, float* y);
   void recur(const SwarmStateRows& rows, const float* const* starts, float* const* saved, const SwarmRecurrence& how);
+  // x [rows, groups * size], gates with row stride gate_row -> y like x.
+  void norm_gated(const SwarmGatedNorm& how, const float* x, const float* gate, int64_t gate_row, int64_t rows,
+                  float* y);
   void commit_tree_slots(const SwarmCache& cache, const int64_t* from, const int64_t* to, int64_t count);
   // q [rows, heads, dim] with row stride ldq, and so on; `out` [rows, heads * (size of a value)]. q is scaled in a copy.
   struct Heads {

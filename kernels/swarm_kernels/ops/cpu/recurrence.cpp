@@ -88,7 +88,7 @@ void Engine::convolve(const SwarmStateRows& rows, const float* const* starts, fl
 void Engine::recur(const SwarmStateRows& rows, const float* const* starts, float* const* saved,
                    const SwarmRecurrence& how) {
   std::vector<int32_t> children(rows.rows, 0), of_start(rows.starts, 0), slot(rows.rows), start_slot(rows.starts, -1);
-  for (int64_t r = 0; r < rows.rows; r++) rows.parent[r] < 0 ? of_start[-1 - rows.parent[r]]++ : children[rows.parent[r]]++;
+  for (int64_t r = 0; r < rows.rows; r++) (rows.parent[r] < 0 ? of_start[-1 - rows.parent[r]] : children[rows.parent[r]])++;
   std::vector<int32_t> first_save(rows.rows + 1, 0), saves(rows.saves);
   for (int64_t i = 0; i < rows.saves; i++) first_save[rows.saved_row[i] + 1]++;
   for (int64_t r = 0; r < rows.rows; r++) first_save[r + 1] += first_save[r];
@@ -122,6 +122,17 @@ void Engine::recur(const SwarmStateRows& rows, const float* const* starts, float
   float* memory = scratch_.take(pool_->threads() * size);
   pool_->run(how.heads * parts, [&](int64_t item, int thread) {
     table_->recur(job, item / parts, item % parts * columns, memory + thread * size);
+  });
+}
+
+void Engine::norm_gated(const SwarmGatedNorm& how, const float* x, const float* gate, int64_t gate_row, int64_t rows,
+                        float* y) {
+  each_row(rows, [&](int64_t row) {
+    const int64_t at = row * how.groups * how.size;
+    for (int64_t g = 0; g < how.groups * how.size; g += how.size) {
+      const float* weight = how.weight + (how.weight_by_group ? g : 0);
+      table_->norm_gated(how, x + at + g, gate + row * gate_row + g, weight, y + at + g);
+    }
   });
 }
 

@@ -1,6 +1,7 @@
 // Layers that carry a state from row to row: short convolutions of each channel by itself, and linear recurrences of
 // heads (gated delta rule, selective state spaces, linear attention with decay).
 #pragma once
+#include "gating.h"
 #include "kernels.h"
 #include "norm_rope.h"
 #include "routing.h"
@@ -177,6 +178,20 @@ inline void recur(const RecurrenceJob& job, int64_t head, int64_t column, float*
   const auto rows = by_key ? (corrects ? recur_rows<true, true> : recur_rows<true, false>)
                            : (corrects ? recur_rows<false, true> : recur_rows<false, false>);
   rows(job, head, column, slots);
+}
+
+// A group of a row: x / rms(x) weight activation(gate), or, with gate_first, the same of x activation(gate).
+inline void norm_gated(const SwarmGatedNorm& how, const float* x, const float* gate, const float* weight, float* y) {
+  const auto activation = [&](V g) { return how.sigmoid ? sigmoid(g) : g * sigmoid(g); };
+  const auto by_gate = [&](V value, V g) { return value * activation(g); };
+  if (how.gate_first) by_vectors(x, gate, how.size, y, by_gate);
+  const float factor = inverse_rms(how.gate_first ? y : x, how.size, how.eps);
+  by_vectors(how.gate_first ? y : x, weight, how.size, y, [&](V value, V w) {
+    value = rounded(value * factor);
+    if (!how.rounds) return rounded(value * w);
+    return rounded_to_bf16(rounded_to_bf16(value) * w);
+  });
+  if (!how.gate_first) by_vectors(y, gate, how.size, y, by_gate);
 }
 
 }  // namespace SWARM_ISA
