@@ -12,7 +12,8 @@ from swarm.errors import KernelError
 @dataclass(frozen=True, slots=True, eq=False)
 class GatedNorm:
     """`norm(x) weight activation(gate)`, or, with `gate_first`, `norm(x activation(gate)) weight`; the activation is
-    SiLU or `sigmoid`. `rounds`: what is normed is rounded to x's dtype before it is multiplied by the weight, and after."""
+    SiLU or `sigmoid`. `rounds`: what is normed is rounded to x's dtype before it is multiplied by the weight, and
+    after."""
 
     weight: torch.Tensor  # [size] fp32, of each group, or [groups * size]; contiguous
     size: int  # of a group
