@@ -21,6 +21,7 @@ from swarm_kernels.kvcache.layer_transfer import STATE_UNIT, LayerTransfer
 from swarm_kernels.kvcache.recurrent_states import MAX_SEGMENTS, MAX_TREE_ROWS
 from swarm_kernels.kvcache.stateful_cache import StatefulCache
 from swarm_kernels.runtime.hf_span import HfSpan
+from swarm_kernels.runtime.hf_states import StateMixer
 from swarm_kernels.runtime.load import load_span
 
 TOLERANCES = {"qwen3_next": 5e-3}  # its chunks and single steps round differently: transformers' own differ by 1e-3
@@ -39,6 +40,13 @@ def loaded(kind: str) -> tuple[Any, HfSpan]:
 @pytest.fixture(scope="module")
 def lfm2() -> tuple[Any, HfSpan]:
     return loaded("lfm2")
+
+
+def mixers(span: HfSpan) -> list[StateMixer]:
+    modules = [span.attention_module(layer) for layer in span.layers if span.has_state(layer)]
+    found = [module.forward for module in modules if isinstance(module.forward, StateMixer)]
+    assert found
+    return found
 
 
 def stateful(span: HfSpan, sessions: int, tokens: int = 4096) -> StatefulCache:
@@ -71,8 +79,13 @@ class Text:
 class Random:
     """Random steps of a few sessions on one span, each row of which is compared with transformers' on its text."""
 
-    def __init__(self, kind: str, seed: int) -> None:
+    def __init__(self, kind: str, seed: int, by_levels: bool) -> None:
+        """`by_levels`: transformers' modules run and tree level by level, as without compiled kernels."""
         self.model, self.span = loaded(kind)
+        for mixer in mixers(self.span):
+            assert (mixer.one_call is None) == (kind == "jamba")
+            if by_levels:
+                mixer.one_call = None
         self.tolerance = TOLERANCES.get(kind, 3e-4)
         self.rng = random.Random(seed)
         self.cache = stateful(self.span, 8)
@@ -192,11 +205,12 @@ class Random:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("by_levels", [False, True], ids=["one call", "by levels"])
 @pytest.mark.parametrize(
     ("kind", "seed"), [("lfm2", 0), ("lfm2", 1), ("qwen3_next", 0), ("bamba", 0), ("jamba", 1), ("minimax", 0)]
 )
-def test_any_order_of_steps_gives_what_transformers_gives(kind: str, seed: int) -> None:
-    run = Random(kind, seed)
+def test_any_order_of_steps_gives_what_transformers_gives(kind: str, seed: int, by_levels: bool) -> None:
+    run = Random(kind, seed, by_levels)
     for _ in range(30):
         while len(run.texts) < 3:
             run.open()
@@ -208,6 +222,50 @@ def test_any_order_of_steps_gives_what_transformers_gives(kind: str, seed: int) 
             run.close(name)
         run.cache.check_integrity()
     assert {"commits", "steps", "rollbacks"} <= set(run.done)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8], ids=str)
+@pytest.mark.parametrize("kind", ["qwen3_next", "olmo_hybrid", "lfm2", "bamba", "nemotron_h"])
+@torch.inference_mode()
+def test_a_text_in_pieces_gives_the_same_bits(kind: str, dtype: torch.dtype) -> None:
+    """Of the mixer of a layer, whatever the pieces and what is beside them; the rows of a tree likewise.
+
+    With 32 heads: torch's sigmoid of as many numbers as do not fill its vectors rounds one by its place among them."""
+    heads = {"linear_num_value_heads": 32} if kind in ("qwen3_next", "olmo_hybrid") else {}
+    span = load_span(ModelTensors(random_model(tiny_config(kind, **heads))), LayerSpan(0, 1), dtype)
+    assert isinstance(span, HfSpan)
+    outputs: list[torch.Tensor] = []
+    span.attention_module(0).register_forward_hook(lambda _module, _args, output: outputs.append(output[0]))
+    cache, rng, generator = stateful(span, 4), random.Random(7), torch.Generator().manual_seed(7)
+    text, other = torch.randn(2, 100, span.config.hidden_size, generator=generator).to(span.dtype).unbind()
+    for name in (b"whole", b"pieces", b"other", b"tree"):
+        cache.open(name, 200)
+
+    def run(hidden: torch.Tensor, *requests: StepRequest) -> torch.Tensor:
+        span.forward(hidden, cache.schedule(requests), cache)
+        return outputs.pop()
+
+    whole, pieces, beside = run(text, StepRequest(b"whole", 0, 100)), [], 0
+    while (done := sum(map(len, pieces))) < 100:
+        rows, more = min(rng.choice((1, 1, 2, 3, 9, 17, 40)), 100 - done), rng.choice((1, 4))
+        hidden = torch.cat((other[beside : beside + more], text[done : done + rows]))
+        requests = StepRequest(b"other", beside, more), StepRequest(b"pieces", done, rows)
+        pieces.append(run(hidden, *requests)[more:])
+        beside += more
+    assert torch.equal(torch.cat(pieces), whole)
+    run(text[:80], StepRequest(b"tree", 0, 80))
+    drafts = torch.stack([row for pair in zip(text[80:90], other[80:90], strict=True) for row in pair])
+    parents = [-1 if slot < 2 else slot // 2 * 2 - 2 for slot in range(20)]  # at each token, the text's and another
+    assert torch.equal(run(drafts, StepRequest(b"tree", 80, 0, parents, range(20)))[::2], whole[80:90])
+
+
+def test_an_activation_that_is_not_compiled_runs_in_transformers_module() -> None:
+    changes = {"qwen3_next": "hidden_act", "nemotron_h": "mamba_hidden_act"}
+    for kind, name in changes.items():
+        source = ModelTensors(random_model(tiny_config(kind, **{name: "gelu"})))
+        span = load_span(source, LayerSpan(0, 1), torch.float32)  # which compares it with transformers
+        assert isinstance(span, HfSpan)
+        assert [mixer.one_call for mixer in mixers(span)] == [None]
 
 
 def test_a_long_session_goes_back_as_far_as_states_are_kept(lfm2: tuple[Any, HfSpan]) -> None:

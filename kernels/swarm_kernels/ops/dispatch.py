@@ -12,11 +12,12 @@ import torch
 
 from swarm.errors import KernelError
 from swarm_kernels.batch import AttentionMetadata
-from swarm_kernels.ops.base import int4_linear, int8_linear
+from swarm_kernels.ops.base import gated_norm, int4_linear, int8_linear, recurrence
 from swarm_kernels.ops.base.backend import AttentionBackend, LayerCache
 from swarm_kernels.ops.base.codebook_linear import CodebookLinear, CodedWeights
 from swarm_kernels.ops.base.experts import Gating, PlainExperts, add_up, check_experts
 from swarm_kernels.ops.base.fp8_linear import Fp8Linear, Fp8Weights
+from swarm_kernels.ops.base.gated_norm import GatedNorm
 from swarm_kernels.ops.base.head_linears import HeadLinears, PlainHeadLinears
 from swarm_kernels.ops.base.layer_weights import (
     Attention,
@@ -28,6 +29,7 @@ from swarm_kernels.ops.base.layer_weights import (
     plain_linear,
 )
 from swarm_kernels.ops.base.matrix import Matrix
+from swarm_kernels.ops.base.recurrence import Convolution, Recurrence, State, StateRows
 from swarm_kernels.ops.base.routing import Routing, Scores
 from swarm_kernels.ops.base.split_experts import ExpertsElsewhere, SplitExperts
 from swarm_kernels.ops.base.stored_weights import StoredWeights
@@ -40,37 +42,46 @@ from swarm_kernels.ops.base.validate import (
     check_step,
     check_variant,
 )
-from swarm_kernels.ops.cpu import cpu_experts, cpu_head_linears, cpu_library, cpu_linear
+from swarm_kernels.ops.cpu import cpu_experts, cpu_head_linears, cpu_library, cpu_linear, cpu_recurrence
 from swarm_kernels.ops.cpu.cpu_backend import cpu_backend
 from swarm_kernels.ops.cpu.cpu_library import describe, isa, select_isa, set_threads
 from swarm_kernels.ops.triton import selector
 
 __all__ = [
     "Attention",
+    "Convolution",
     "Experts",
     "GatedMlp",
+    "GatedNorm",
     "Gating",
     "LayerWeights",
     "Linear",
     "Mixture",
+    "Recurrence",
     "Routing",
     "Scores",
+    "StateRows",
     "apply_rope",
     "attend",
     "attend_latent",
     "commit_tree_slots",
+    "compiles_states",
+    "convolve",
     "decoder_layer",
     "decoder_layers",
     "describe",
     "isa",
+    "norm_gated",
     "pack_experts",
     "pack_head_linears",
     "pack_linear",
     "pack_stored",
     "quantize_linear",
+    "recur",
     "rms_norm",
     "select_isa",
     "set_threads",
+    "softplus",
     "split_experts",
 ]
 
@@ -187,6 +198,41 @@ def decoder_layers(
     if not backend.checks_slots:
         check_plan(plan, stack.blocks)
     return stack.run(hidden, layers, cos, sin, caches, plan)
+
+
+def compiles_states(x: torch.Tensor) -> bool:
+    """Whether the ops below are compiled for such rows: elsewhere `convolve` and `recur` loop over single rows."""
+    return x.is_cpu and x.dtype in (torch.float32, torch.bfloat16) and cpu_library.library() is not None
+
+
+def convolve(
+    x: torch.Tensor, how: Convolution, rows: StateRows, starts: Sequence[State]
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """`x [n, C]` fp32 or bf16 -> likewise, and the states `[C, taps]` after the rows that are saved. bf16: rounded
+    before the activation and after it. Raises KernelError."""
+    if compiles_states(x):
+        return cpu_recurrence.convolve(x, how, rows, starts)
+    return recurrence.convolve(x, how, rows, starts)
+
+
+def recur(how: Recurrence, rows: StateRows, starts: Sequence[State]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """-> `[n, H, V]` fp32, and the states after the rows that are saved, fp32. Computed in fp32, row by row along each
+    path. Raises KernelError."""
+    if compiles_states(how.value):
+        return cpu_recurrence.recur(how, rows, starts)
+    return recurrence.recur(how, rows, starts)
+
+
+def norm_gated(x: torch.Tensor, gate: torch.Tensor, how: GatedNorm) -> torch.Tensor:
+    """`x` and `gate [n, groups * size]` fp32 or bf16 -> like x; computed in fp32. Raises KernelError."""
+    if compiles_states(x):
+        return cpu_recurrence.norm_gated(x, gate, how)
+    return gated_norm.norm_gated(x, gate, how)
+
+
+def softplus(x: torch.Tensor) -> torch.Tensor:
+    """`log(1 + e^x)`. A number's result does not depend on its place, as that of torch's vectors does."""
+    return cpu_recurrence.softplus(x) if compiles_states(x) else torch.nn.functional.softplus(x)
 
 
 def pack_linear(weight: Matrix, bias: torch.Tensor | None = None) -> Linear:

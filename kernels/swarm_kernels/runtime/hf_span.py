@@ -68,7 +68,7 @@ class HfSpan:
         self._layers = model.layers
         self._mixers: dict[int, StateMixer] = {}
         for index, layer in enumerate(model.layers):
-            mixer = install(layer, index)
+            mixer = install(layer, index, form.packs is not None)
             if mixer is not None and index in layers:
                 self._mixers[index] = mixer
             model.layers[index] = LayerTap(layer, index, self._tap_state)

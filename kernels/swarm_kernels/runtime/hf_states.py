@@ -1,10 +1,11 @@
 """transformers' layers with a recurrent state (gated delta nets, Mamba, short convolutions, Lightning attention) on the
 states of our sessions.
 
-Owns how their mixers run on packed rows of many sessions and trees: each call gets a `_StateCache` in place of
-transformers' cache, with the states of its rows' parents along the batch dimension. Which rows follow which, and what
-is kept, is in the batch's `StatePlan`. transformers computes long runs by chunks and single rows by a recurrence; so
-do we, and the results agree up to rounding.
+Owns how their mixers run on packed rows of many sessions and trees. Which rows follow which, and what is kept, is in
+the batch's `StatePlan`. Where our ops are compiled and have a mixer's arithmetic, one call computes all rows
+(`mixers.one_call`). Elsewhere the mixer is called for each run and each level of the trees, with a `_StateCache` in
+place of transformers' cache, which has the states of its rows' parents along the batch dimension; transformers computes
+long runs by chunks and single rows by a recurrence, and these agree up to rounding.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from swarm_kernels.kvcache.block_pool import KvShape
 from swarm_kernels.kvcache.state_plan import (
     LayerState,
     Level,
+    OneCall,
     RowInput,
     RowRun,
     Source,
@@ -27,7 +29,11 @@ from swarm_kernels.kvcache.state_plan import (
     StateSnapshot,
 )
 from swarm_kernels.kvcache.stateful_cache import StatefulCache, StateSpec, TensorSpec
+from swarm_kernels.ops import dispatch
+from swarm_kernels.ops.base.recurrence import StateRows
 from swarm_kernels.runtime.hf_attention import ProbedLayer, Visibility, running
+from swarm_kernels.runtime.hf_linears import PackedModule, replace_module
+from swarm_kernels.runtime.mixers.one_call import NO_STATE, NotComputed, OneCallMixer
 
 _MIXERS = frozenset({
     "Qwen3NextGatedDeltaNet", "Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet", "Lfm2ShortConv", "Lfm2MoeShortConv",
@@ -101,8 +107,9 @@ class StateMixer:
         self._forward: Callable[..., Any] = module.forward
         parameters = inspect.signature(module.forward).parameters
         self._cache_argument = next(name for name in _CACHE_ARGUMENTS if name in parameters)
-        self._arguments: dict[str, None] = dict.fromkeys(name for name in _NOT_USED if name in parameters)
+        self._arguments: dict[str, Any] = dict.fromkeys(name for name in _NOT_USED if name in parameters)
         self._row_by_row = type(module).__name__ in _SCANS_FROM_ZERO
+        self.one_call = OneCallMixer.of(module)
         self._in_tuple = False  # whether it returns its output in a tuple
 
     def __call__(self, hidden_states: torch.Tensor, *_: Any, **__: Any) -> Any:
@@ -114,6 +121,10 @@ class StateMixer:
             return self._probe(hidden_states)
         assert isinstance(batch.metadata, StatefulMetadata)
         plan, rows = batch.metadata.states, hidden_states[0]
+        if self.one_call is not None and dispatch.compiles_states(rows):
+            output = self._run_all(self.one_call, plan.in_one_call(len(rows)), rows)
+            self._keep(plan.kept, rows)
+            return self._like_module(output[None])
         output = torch.empty_like(rows)
         for run in plan.runs:
             self._run_rows(run, rows, output)
@@ -144,11 +155,36 @@ class StateMixer:
         if not cache.tensors:
             raise UnsupportedModel("its layers keep no state where they should")
         specs = {name: TensorSpec(tuple(x.shape[1:]), x.dtype) for name, x in cache.tensors.items()}
+        self._try_one_call(hidden, specs)
         self.spec = StateSpec(specs, TensorSpec(tuple(hidden.shape[2:]), hidden.dtype))
         batch.probed.append(ProbedLayer(self.layer - batch.first_layer, 0, 0, 0, Visibility(), self.module))
         return self._like_module(output[:, : hidden.shape[1]])
 
+    def _try_one_call(self, hidden: torch.Tensor, specs: Mapping[str, TensorSpec]) -> None:
+        """Whether our ops have its arithmetic, and its states."""
+        if self.one_call is None or not dispatch.compiles_states(hidden):
+            return
+        inputs, rows = hidden[0, :1].expand(2, -1), StateRows.of((0, 1), (-1, 0), 1, (1,))
+        try:
+            _, (state,) = self.one_call(inputs, rows, (None,), self._arguments | {self._cache_argument: NO_STATE})
+        except NotComputed:
+            self.one_call = None
+        else:
+            if {name: TensorSpec(tuple(x.shape), x.dtype) for name, x in state.items()} != specs:
+                self.one_call = None
+
     # --- batches ------------------------------------------------------------------------------------------------
+
+    def _run_all(self, mixer: OneCallMixer, call: OneCall, rows: torch.Tensor) -> torch.Tensor:
+        inputs = rows
+        if call.kept:
+            inputs = torch.cat((rows, torch.stack([row.layers[self.layer] for row in call.kept])))
+        starts = [start.layers.get(self.layer) for start in call.starts]
+        assert all(state is not None or start.position == 0 for state, start in zip(starts, call.starts, strict=True))
+        output, states = mixer(inputs, call.rows, starts, self._arguments | {self._cache_argument: NO_STATE})
+        for snapshot, state in zip(call.saved, states, strict=True):
+            snapshot.layers[self.layer] = state
+        return output[: len(rows)]
 
     def _run_rows(self, run: RowRun, rows: torch.Tensor, output: torch.Tensor) -> None:
         done, state = 0, run.start.layers.get(self.layer)
@@ -238,13 +274,19 @@ def state_cache(
     return StatefulCache(shape, max_tokens, device, blocks, specs, max(state_bytes, sessions * each))
 
 
-def install(layer: torch.nn.Module, index: int) -> StateMixer | None:
-    """Let the mixer of a layer of the model, if it has one with a state, run on our states."""
+def install(layer: torch.nn.Module, index: int, packs: bool) -> StateMixer | None:
+    """Let the mixer of a layer of the model, if it has one with a state, run on our states. `packs`: where linear
+    layers are packed, those of the mixer that keep their floats are too, for torch's round a row by the number of rows.
+    """
     found = [module for module in layer.modules() if type(module).__name__ in _MIXERS]
     if not found:
         return None
     if len(found) > 1:
         raise UnsupportedModel("its layers have several states")
     mixer = StateMixer(found[0], index)
+    if packs and mixer.one_call is not None:
+        for name, module in list(found[0].named_modules()):
+            if isinstance(module, torch.nn.Linear) and module.weight.device.type == "cpu":
+                replace_module(found[0], name, PackedModule(dispatch.pack_linear(module.weight, module.bias)))
     found[0].forward = mixer
     return mixer

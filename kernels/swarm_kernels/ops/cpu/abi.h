@@ -17,6 +17,7 @@ enum SwarmStatus : int32_t {
   SWARM_BAD_TREE_MASK = 15,
   SWARM_BAD_COPY = 16,
   SWARM_BAD_EXPERT = 17,
+  SWARM_BAD_STATE_ROWS = 18,
 };
 
 enum SwarmFormat : int32_t {
@@ -131,6 +132,41 @@ struct SwarmPlan {
   const uint64_t* tree_mask;
   const int64_t *copy_from, *copy_to;
   const int32_t* tree_positions;  // [sequences, max_tree_blocks * KV_BLOCK]
+};
+
+// recurrence.StateRows: row r continues the state that row parent[r] left, or, where that is negative, start
+// -1 - parent[r]. order [rows]: every row, after its parent. The state after row saved_row[i] is kept as number i.
+struct SwarmStateRows {
+  int64_t rows, starts, saves;
+  const int32_t *order, *parent, *saved_row;
+};
+
+// recurrence.Convolution. A state holds the last `taps` inputs, [channels][taps].
+struct SwarmConvolution {
+  const float *weight, *bias;  // [taps][channels]; [channels] or null
+  int64_t channels, taps;      // at most MAX_TAPS
+  int32_t silu, rounds_to_bf16;
+};
+
+// recurrence.Recurrence of rows: query and key [rows][key_heads][key_dim], value [rows][heads][value_dim], each with its
+// row stride; decay, as logarithms, [rows][heads] or [rows][heads][key_dim]; beta [rows][heads] or null, skip [heads] or
+// null; out [rows][heads][value_dim]. A state is [heads][key_dim][value_dim], or, with values_first, its transpose.
+struct SwarmRecurrence {
+  const float *query, *key, *value, *decay, *beta, *skip;
+  float* out;
+  int64_t query_row, key_row, value_row;
+  int64_t key_heads, heads, key_dim, value_dim;
+  float scale, eps;  // of queries; of the norm
+  int32_t corrects, normalizes, decay_by_key, values_first;
+};
+
+// gated_norm.GatedNorm: x and gate [rows][groups][size], gates with their row stride; weight [size] or, with
+// weight_by_group, [groups][size]. `rounds`: to bf16 what is normed, before and after it is multiplied by the weight.
+struct SwarmGatedNorm {
+  const float *weight;
+  int64_t groups, size;
+  float eps;
+  int32_t weight_by_group, gate_first, sigmoid, rounds;
 };
 
 }  // extern "C"

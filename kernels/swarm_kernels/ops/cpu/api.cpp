@@ -5,9 +5,11 @@
 #include <pthread.h>
 #include <sys/mman.h>
 
+#include <cmath>
 #include <cstring>
 #include <mutex>
 #include <new>
+#include <vector>
 
 #include "abi.h"
 #include "op_schedule.h"
@@ -102,6 +104,19 @@ bool mask_fits(const uint64_t* mask, int64_t mask_words, int64_t slots) {
   return true;
 }
 
+// Whether `order` has every row once, after its parent, and parents, starts and saves exist.
+bool valid(const SwarmStateRows& rows) {
+  std::vector<char> done(rows.rows, 0);
+  for (int64_t i = 0; i < rows.rows; i++) {
+    const int64_t row = rows.order[i];
+    if (!within(row, rows.rows) || done[row]) return false;
+    const int64_t parent = rows.parent[row];
+    if (parent < 0 ? !within(-1 - parent, rows.starts) : !within(parent, rows.rows) || !done[parent]) return false;
+    done[row] = 1;
+  }
+  return all_within(rows.saved_row, rows.saves, rows.rows);
+}
+
 }  // namespace
 
 extern "C" {
@@ -177,6 +192,29 @@ int32_t swarm_experts(const SwarmExperts* experts, const float* x, const int64_t
 int32_t swarm_sum_experts(const float* outputs, const float* scores, int64_t rows, int64_t chosen, int64_t hidden,
                           float* y) {
   return locked([&](Engine& engine) { engine.sum_experts(outputs, nullptr, scores, rows, chosen, hidden, y); });
+}
+
+// starts [rows.starts], each a state or null for zeros; saved [rows.saves], each a state to fill.
+int32_t swarm_convolve(const SwarmStateRows* rows, const float* const* starts, float* const* saved,
+                       const SwarmConvolution* how, const float* x, int64_t x_row, float* y) {
+  if (!valid(*rows) || how->taps < 1 || how->taps > swarm::MAX_TAPS) return SWARM_BAD_STATE_ROWS;
+  return locked([&](Engine& engine) { engine.convolve(*rows, starts, saved, *how, x, x_row, y); });
+}
+
+int32_t swarm_recur(const SwarmStateRows* rows, const float* const* starts, float* const* saved,
+                    const SwarmRecurrence* how) {
+  if (!valid(*rows)) return SWARM_BAD_STATE_ROWS;
+  return locked([&](Engine& engine) { engine.recur(*rows, starts, saved, *how); });
+}
+
+int32_t swarm_norm_gated(const SwarmGatedNorm* how, const float* x, const float* gate, int64_t gate_row, int64_t rows,
+                         float* y) {
+  return locked([&](Engine& engine) { engine.norm_gated(*how, x, gate, gate_row, rows, y); });
+}
+
+// log(1 + e^x), each number by itself: torch rounds one by its place in a tensor.
+void swarm_softplus(const float* x, int64_t count, float* y) {
+  for (int64_t i = 0; i < count; i++) y[i] = x[i] > 20.0f ? x[i] : std::log1p(std::exp(x[i]));
 }
 
 int32_t swarm_rms_norm(const float* x, int64_t rows, int64_t in, const float* weight, float eps, float* y) {

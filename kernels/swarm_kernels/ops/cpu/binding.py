@@ -6,7 +6,7 @@ import ctypes
 from ctypes import POINTER, c_char_p, c_float, c_int32, c_int64, c_void_p
 from pathlib import Path
 
-OK, NO_MEMORY, UNKNOWN_ISA, BAD_EXPERT = 0, 1, 2, 17
+OK, NO_MEMORY, UNKNOWN_ISA, BAD_EXPERT, BAD_STATE_ROWS = 0, 1, 2, 17, 18
 FP32, BF16, INT8, INT4, MXFP4, IQ4_NL, IQ4_XS, NF4, FP8 = range(9)  # SwarmFormat
 
 
@@ -135,6 +135,48 @@ class PlanDesc(ctypes.Structure):
     ]
 
 
+class StateRowsDesc(ctypes.Structure):
+    _fields_ = [
+        ("rows", c_int64),
+        ("starts", c_int64),
+        ("saves", c_int64),
+        ("order", c_void_p),
+        ("parent", c_void_p),
+        ("saved_row", c_void_p),
+    ]
+
+
+class ConvolutionDesc(ctypes.Structure):
+    _fields_ = [
+        ("weight", c_void_p),
+        ("bias", c_void_p),
+        ("channels", c_int64),
+        ("taps", c_int64),
+        ("silu", c_int32),
+        ("rounds_to_bf16", c_int32),
+    ]
+
+
+class RecurrenceDesc(ctypes.Structure):
+    _fields_ = [
+        *((name, c_void_p) for name in ("query", "key", "value", "decay", "beta", "skip", "out")),
+        *((name, c_int64) for name in ("query_row", "key_row", "value_row")),
+        *((name, c_int64) for name in ("key_heads", "heads", "key_dim", "value_dim")),
+        *((name, c_float) for name in ("scale", "eps")),
+        *((name, c_int32) for name in ("corrects", "normalizes", "decay_by_key", "values_first")),
+    ]
+
+
+class GatedNormDesc(ctypes.Structure):
+    _fields_ = [
+        ("weight", c_void_p),
+        ("groups", c_int64),
+        ("size", c_int64),
+        ("eps", c_float),
+        *((name, c_int32) for name in ("weight_by_group", "gate_first", "sigmoid", "rounds")),
+    ]
+
+
 _SIGNATURES = {
     "swarm_isa": (c_char_p, []),
     "swarm_use_isa": (c_int32, [c_char_p]),
@@ -152,6 +194,21 @@ _SIGNATURES = {
         [POINTER(ExpertsDesc), c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_void_p],
     ),
     "swarm_sum_experts": (c_int32, [c_void_p, c_void_p, c_int64, c_int64, c_int64, c_void_p]),
+    "swarm_convolve": (
+        c_int32,
+        [
+            POINTER(StateRowsDesc),
+            c_void_p,
+            c_void_p,
+            POINTER(ConvolutionDesc),
+            c_void_p,
+            c_int64,
+            c_void_p,
+        ],
+    ),
+    "swarm_recur": (c_int32, [POINTER(StateRowsDesc), c_void_p, c_void_p, POINTER(RecurrenceDesc)]),
+    "swarm_norm_gated": (c_int32, [POINTER(GatedNormDesc), c_void_p, c_void_p, c_int64, c_int64, c_void_p]),
+    "swarm_softplus": (None, [c_void_p, c_int64, c_void_p]),
     "swarm_rms_norm": (c_int32, [c_void_p, c_int64, c_int64, c_void_p, c_float, c_void_p]),
     "swarm_commit_tree_slots": (c_int32, [POINTER(CacheDesc), c_void_p, c_void_p, c_int64]),
     "swarm_attend": (

@@ -65,6 +65,23 @@ struct SoftmaxState {
 };
 
 constexpr int64_t MAX_ROW_TILE = 16;
+constexpr int64_t MAX_TAPS = 16;  // of a short convolution
+
+// A row of a recurrence: from the state in slot `from`, which is start `start` where that is not negative, to slot `to`;
+// then saves [save_begin, save_end) of the job's.
+struct StateStep {
+  int32_t row, from, to, start, save_begin, save_end;
+};
+struct RecurrenceJob {
+  const SwarmRecurrence* how;
+  const StateStep* steps;
+  int64_t count;
+  const int32_t* saves;
+  const float* const* starts;  // null: zeros
+  float* const* saved;
+  const float *query, *key, *decay;  // as prepare_recurrence fills them, one row after the other
+  int64_t keys;
+};
 
 struct KernelTable {
   const char* name;
@@ -91,6 +108,13 @@ struct KernelTable {
   void (*gate_row)(const SwarmGating& how, const float* x, int64_t width, float* y);
   void (*route_row)(const SwarmRouting& how, const float* correction, int64_t experts, float* logits, float* work,
                     int64_t* index, float* scores);
+  void (*convolve)(const float* const* taps, const SwarmConvolution& how, int64_t begin, int64_t end, float* y);
+  void (*prepare_recurrence)(const SwarmRecurrence& how, int64_t row, int64_t keys, float* query, float* key,
+                             float* decay);
+  void (*recur)(const RecurrenceJob& job, int64_t head, int64_t column, float* slots);
+  // One group of a row; y may be x.
+  void (*norm_gated)(const SwarmGatedNorm& how, const float* x, const float* gate, const float* weight, float* y);
+  int64_t state_columns;  // of one call of recur
 };
 
 }  // namespace swarm

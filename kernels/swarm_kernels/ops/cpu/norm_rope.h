@@ -7,7 +7,7 @@
 
 namespace SWARM_ISA {
 
-inline float inverse_rms(const float* x, int64_t in, float eps) {
+inline float sum_of_squares(const float* x, int64_t in) {
   V squares[2] = {zero(), zero()};
   int64_t k = 0;
   for (; k + 2 * LANES <= in; k += 2 * LANES) {
@@ -17,7 +17,11 @@ inline float inverse_rms(const float* x, int64_t in, float eps) {
   }
   float total = sum(squares[0] + squares[1]);
   for (; k < in; k++) total += x[k] * x[k];
-  return 1.0f / std::sqrt(total / (float)in + eps);
+  return total;
+}
+
+inline float inverse_rms(const float* x, int64_t in, float eps) {
+  return 1.0f / std::sqrt(sum_of_squares(x, in) / (float)in + eps);
 }
 
 inline void scale_row(const float* x, int64_t in, float scale, const float* norm, float* y) {

@@ -65,6 +65,13 @@ class Engine {
   // order. Those of pair i are at place[i], or at i if `place` is null.
   void sum_experts(const float* outputs, const int64_t* place, const float* scores, int64_t rows, int64_t chosen,
                    int64_t hidden, float* y);
+  // x [rows, channels] with row stride x_row -> y [rows, channels]. A start may be null: zeros.
+  void convolve(const SwarmStateRows& rows, const float* const* starts, float* const* saved,
+                const SwarmConvolution& how, const float* x, int64_t x_row, float* y);
+  void recur(const SwarmStateRows& rows, const float* const* starts, float* const* saved, const SwarmRecurrence& how);
+  // x [rows, groups * size], gates with row stride gate_row -> y like x.
+  void norm_gated(const SwarmGatedNorm& how, const float* x, const float* gate, int64_t gate_row, int64_t rows,
+                  float* y);
   void commit_tree_slots(const SwarmCache& cache, const int64_t* from, const int64_t* to, int64_t count);
   // q [rows, heads, dim] with row stride ldq, and so on; `out` [rows, heads * (size of a value)]. q is scaled in a copy.
   struct Heads {
