@@ -3,10 +3,10 @@
 Owns the names, fields and size bounds of all messages between peers. Does not know sockets or tensors.
 
     client -> hop   OpenSession, Reroute, Step (to the first hop), DropInFlight, ProgressQuery, AuditQuery,
-                    CloseSession, Ping
-    hop -> hop      Step (body: hidden states), SessionFailed, KvFetch, KvBlocks (body: keys and values), Ping
+                    EndDrafts, CloseSession, Ping
+    hop -> hop      Step (body: hidden states), CarriedTaps, SessionFailed, KvFetch, KvBlocks (keys and values), Ping
     hop -> client   SessionOpened, SessionFailed, StepResult (from the tail), Step (on an edge that the client relays),
-                    ProgressReport, AuditReport, TapRows, Pong
+                    ProgressReport, AuditReport, TapRows, TailDraft, Pong
 
     any -> hop      RecordsQuery, answered with Records (`gossip_messages`)
 
@@ -22,6 +22,7 @@ from msgspec import Meta
 
 from swarm.audit_messages import MAX_CLAIMED, AuditQuery, AuditReport
 from swarm.block_hash import HASH_BYTES
+from swarm.draft_messages import DraftMessages
 from swarm.gossip_messages import Records, RecordsQuery
 from swarm.kv_token import KEY_BYTES, TOKEN_BYTES
 from swarm.receipts import WorkReceipt
@@ -124,7 +125,7 @@ class OpenSession(Message, frozen=True, tag="open"):
     tokens. The hop fetches them from there if it can, by `kv_source_token`; `SessionOpened.cached_tokens` is the
     outcome. `kv_key`: of this hop, for the tokens of those who may fetch from it once it has left (`kv_token`).
 
-    `taps`: hidden states that the client wants of this hop. Peers are named by id alone: where they are dialed is in
+    `taps`: hidden states that are wanted of this hop. Peers are named by id alone: where they are dialed is in
     their own records, which the hop reads itself.
     """
 
@@ -395,4 +396,5 @@ AnyMessage = (
     | AuditQuery
     | AuditReport
     | TapRows
+    | DraftMessages
 )

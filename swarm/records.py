@@ -13,13 +13,24 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
 
 from swarm.errors import UNDECODABLE, ProtocolError
-from swarm.types import UNMEASURED, CostCurve, LayerSpan, NodeProfile, NodeState, PeerId, Snapshot
+from swarm.types import (
+    FINGERPRINT_BYTES,
+    MAX_TAPS,
+    UNMEASURED,
+    CostCurve,
+    LayerSpan,
+    NodeProfile,
+    NodeState,
+    OfferedDrafter,
+    PeerId,
+    Snapshot,
+)
 from swarm.wire_types import MAX_RECORD as MAX_RECORD
 
 Sign = Callable[[bytes], bytes]
@@ -43,6 +54,24 @@ Milliseconds = Annotated[float, Meta(ge=0.0, le=1e7)]
 Layer = Annotated[int, Meta(ge=0, le=MAX_LAYERS)]
 Tokens = Annotated[int, Meta(ge=0, le=1 << 40)]
 OwnerTag = Annotated[bytes, Meta(min_length=_TAG_BYTES, max_length=_TAG_BYTES)]
+
+
+class DrafterRecord(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """`types.OfferedDrafter`, of a node with the last layer. `us`: what a tree takes."""
+
+    kind: Literal["eagle", "dflash", "mtp"]
+    name: Name
+    hash: Annotated[bytes, Meta(min_length=FINGERPRINT_BYTES, max_length=FINGERPRINT_BYTES)]
+    taps: Annotated[tuple[Layer, ...], Meta(min_length=1, max_length=MAX_TAPS)]
+    us: Annotated[int, Meta(ge=0, le=1 << 33)] = 0
+
+    @classmethod
+    def of(cls, offered: OfferedDrafter) -> DrafterRecord:
+        name = offered.name[:64]
+        return cls(offered.kind, name, offered.fingerprint, offered.taps, _microseconds(offered.tree_ms))  # type: ignore[arg-type]  # decoding checks the kind
+
+    def to_offered(self) -> OfferedDrafter:
+        return OfferedDrafter(self.kind, self.name, self.hash, self.taps, self.us / 1e3)
 
 
 class NodeRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=False, omit_defaults=True):
@@ -77,6 +106,7 @@ class NodeRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=False, omit_
     left: bool = False  # it has left the swarm: a goodbye, which older records must not undo
     proof: Annotated[bytes, Meta(max_length=MAX_PROOF)] = b""  # of work (`net.security.proof_of_work`)
     owners: Annotated[tuple[OwnerTag, ...], Meta(max_length=MAX_OWNERS)] = ()  # marks of its owner's clients
+    drafter: DrafterRecord | None = None
 
 
 class _Claim(msgspec.Struct, frozen=True):
@@ -127,7 +157,7 @@ def encode(profile: NodeProfile, model: str, num_layers: int, lifetime_s: float,
     """-> (record bytes, when it expires: `published_at + lifetime_s`).
 
     A record over MAX_RECORD drops what is optional: first the links beyond the nearest, then the τ of single layers
-    (their mean is sent), then addresses, then the owner's marks. Raises ProtocolError if it is still too long.
+    (their mean is sent), then addresses, its drafter, the owner's marks. Raises ProtocolError if it is still too long.
     """
     lifetime_s = min(lifetime_s, MAX_LIFETIME_S)
     record = _from_profile(profile, model, num_layers, lifetime_s)
@@ -243,6 +273,7 @@ def to_profile(record: NodeRecord) -> NodeProfile:
         pinned=record.pinned,
         identity_proof=record.proof,
         owners=record.owners,
+        drafter=record.drafter.to_offered() if record.drafter is not None else None,
         published_at=record.at,
     )
 
@@ -277,6 +308,7 @@ def _from_profile(profile: NodeProfile, model: str, num_layers: int, lifetime_s:
         pinned=profile.pinned,
         proof=profile.identity_proof,
         owners=profile.owners[:MAX_OWNERS],
+        drafter=DrafterRecord.of(profile.drafter) if profile.drafter is not None else None,
     )
 
 
@@ -293,6 +325,8 @@ def _drop_optional_fields(record: NodeRecord) -> NodeRecord:
         changes = {"layer_us": (round(sum(record.layer_us) / len(record.layer_us)),)}
     elif len(record.addrs) > 1:
         changes = {"addrs": record.addrs[:1]}
+    elif record.drafter is not None:
+        changes = {"drafter": None}
     elif record.owners:
         changes = {"owners": ()}
     else:
@@ -329,6 +363,14 @@ def _check_fields(record: NodeRecord) -> None:
         raise InvalidRecord("malformed", f"a {record.state} node without layers")
     if span is not None and len(record.layer_us) not in (0, 1, span[1] - span[0]):
         raise InvalidRecord("malformed", f"{len(record.layer_us)} layer times for layers {span[0]}:{span[1]}")
+    taps = record.drafter.taps if record.drafter is not None else ()
+    if taps and (
+        span is None
+        or span[1] != record.layers
+        or taps[-1] > record.layers
+        or any(a >= b for a, b in itertools.pairwise(taps))
+    ):
+        raise InvalidRecord("malformed", f"a drafter that reads {taps} of a node with layers {span}")
     widths = record.cost_w
     if len(widths) != len(record.cost_us) or any(a >= b for a, b in itertools.pairwise(widths)):
         raise InvalidRecord("malformed", "a cost curve whose widths do not increase")

@@ -1,12 +1,14 @@
-"""Taps: the hidden states between some layers, which a session's hops send to its client for a drafter there.
+"""Taps: the hidden states between some layers, which a session's hops send to its client for a drafter there, or along
+the chain for one at the tail.
 
 Owns what a tap is, and its messages. Tap `i` is what layer `i` reads: the output of layer
 `i - 1`, tap 0 the embedding, and the tap after the last layer what the final norm reads. So vLLM counts them in
 `eagle_aux_hidden_state_layer_ids`, and transformers in `hidden_states` (but for the last, which it returns normed).
 
 They go from each hop straight to the client, one frame a step and tap, after the step went on: links between hops carry
-nothing for them, and a client that asks for none gets none. They are hints like the drafts made of them: a row that
-does not come, or is wrong, costs speed and never a token.
+nothing for them, and a client that asks for none gets none. For the tail they go from hop to hop before the step
+(`draft_messages.CarriedTaps`). They are hints like the drafts made of them: a row that does not come, or is wrong,
+costs speed and never a token.
 """
 
 from __future__ import annotations
@@ -16,16 +18,28 @@ from typing import Annotated, ClassVar, Literal
 import msgspec
 from msgspec import Meta
 
+from swarm.draft_messages import WireDraft
 from swarm.types import MAX_TAPS
 from swarm.wire_types import Count, Message, Serial, SessionId
 
 
 class WireTaps(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What one hop is asked for: its own taps, of the rows at positions from `first_position` on."""
+    """What one hop is asked for: its own taps, of the rows at positions from `first_position` on.
 
-    layers: Annotated[list[Count], Meta(min_length=1, max_length=MAX_TAPS)]
+    `onward`: they go to the next hop, with those that came from the one before, of which this hop may have none itself.
+    `draft`: of the tail, what its drafter makes of them.
+    """
+
+    layers: Annotated[list[Count], Meta(max_length=MAX_TAPS)]
     bits: Literal[8, 16]
     first_position: Count = 0
+    onward: bool = False
+    draft: WireDraft | None = None
+
+    @property
+    def for_tail(self) -> bool:
+        """Whether they are for the tail's drafter and not for the client."""
+        return self.onward or self.draft is not None
 
 
 class TapRows(Message, frozen=True, tag="taps"):

@@ -22,6 +22,7 @@ MAX_LOGIT_BIAS = 1024  # tokens
 MAX_SLOTS = 4096  # tree slots of one session
 MAX_TAPS = 8  # of one drafter
 TAP_GROUP = 64  # numbers of a tapped row in 8 bits that share a bf16 scale
+FINGERPRINT_BYTES = 16  # of a drafter's files
 
 PeerId = str
 """A libp2p peer id in base58; it embeds the peer's Ed25519 public key."""
@@ -117,6 +118,21 @@ class ModelId:
 
 
 @dataclass(frozen=True, slots=True)
+class OfferedDrafter:
+    """A drafter that a tail runs for clients which ask for it: for the model and the weights of its own record.
+
+    `kind`: "eagle", "dflash" or "mtp". `fingerprint`: of its files. `taps`: what it reads (`Taps.layers`). `tree_ms`:
+    what a tree takes there, measured when it was loaded.
+    """
+
+    kind: str
+    name: str
+    fingerprint: bytes
+    taps: tuple[int, ...]
+    tree_ms: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class NodeProfile:
     """What one node publishes about itself in its record. `layer_ms` has one τ per layer of `span`."""
 
@@ -140,6 +156,7 @@ class NodeProfile:
     pinned: bool = False  # manual placement (`--layers`): rebalancing leaves it alone
     identity_proof: bytes = b""  # of work for its peer id, if it has one (`net.security.proof_of_work`)
     owners: tuple[bytes, ...] = ()  # marks of its owner's clients (`records.owner_tag`)
+    drafter: OfferedDrafter | None = None  # of a tail
     published_at: float = 0.0  # its clock, seconds since the epoch
 
     @property

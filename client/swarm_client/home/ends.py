@@ -95,6 +95,8 @@ async def hold_ends(
         return
     if config.drafter == "medusa":
         raise UsageError("Medusa heads are at the nodes' tail, which --local-layers replaces; choose another --drafter")
+    if config.drafter == "tail":
+        raise UsageError("a tail's drafter needs token ids, which --local-layers keeps here; choose another --drafter")
     loop, snapshot = asyncio.get_running_loop(), await reader.snapshot()
     dtype = config.dtype or _served_dtype(snapshot, source)
     if config.local_layers == AUTO:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from swarm.audit_messages import AuditReport
 from swarm.codec import Buffer
+from swarm.draft_messages import CarriedTaps, TailDraft
 from swarm.errors import NetworkError, ProtocolError
 from swarm.messages import AnyMessage, ProgressReport, SessionFailed, SessionOpened, Step, StepResult
 from swarm.net.pool.migratable_link import MigratableLink
@@ -15,7 +16,9 @@ from swarm.tap_messages import TapRows
 from swarm.token_bucket import KeyedBuckets
 from swarm.types import PeerId
 
-OfASession = SessionOpened | ProgressReport | SessionFailed | StepResult | TapRows | Step | AuditReport
+OfASession = (
+    SessionOpened | ProgressReport | SessionFailed | StepResult | TailDraft | TapRows | Step | CarriedTaps | AuditReport
+)
 """What hops send to a client."""
 
 MAX_UNREAD = 256  # frames waiting in one session's queue; its steps in flight are far fewer

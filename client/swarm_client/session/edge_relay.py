@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from swarm.draft_messages import CarriedTaps
 from swarm.errors import ProtocolError
 from swarm.messages import Step
 from swarm.types import PeerId
@@ -70,15 +71,19 @@ class EdgeRelay:
             own or after in ends
         ) else after
 
-    def onward(self, peers: Sequence[PeerId], incoming: ReceivedMessage, step: Step) -> tuple[PeerId, Step] | None:
-        """To whom a step goes that came here to be forwarded along the chain `peers`, and what it becomes; None:
-        nobody waits for it. Raises ProtocolError."""
+    def onward(
+        self, peers: Sequence[PeerId], incoming: ReceivedMessage, step: Step | CarriedTaps
+    ) -> tuple[PeerId, Step | CarriedTaps] | None:
+        """To whom a step, or what it carries, goes that came here to be forwarded along the chain `peers`, and what it
+        becomes; None: nobody waits for it. Raises ProtocolError."""
         at = peers.index(incoming.peer) + 1
         if incoming.peer not in self._relayed or at == len(peers):
             raise ProtocolError(f"node {incoming.peer} answered out of turn")
         after, onward = peers[at], step
         if self._edges is None or not self._held(peers):
             return after, onward
+        if isinstance(step, CarriedTaps):
+            raise ProtocolError(f"node {incoming.peer} sent hidden states that nobody asked for")
         if incoming.peer == peers[0]:
             onward = self._edges.leaving(step)
         elif after == peers[-1]:

@@ -10,6 +10,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 
+from swarm.draft_messages import DraftedChildren
 from swarm.errors import DrafterFailed, SwarmError
 from swarm.net.base.tasks import TaskSet, wait_out
 from swarm.planner.generation.draft_tree import MedusaCandidates
@@ -83,9 +84,15 @@ class LateDrafter:
         self._text = list(prompt_ids)
         await self._current.reset(prompt_ids)
 
-    async def extend(self, tokens: Sequence[int], medusa: MedusaCandidates = (), taps: TappedRows = NO_TAPS) -> None:
+    async def extend(
+        self,
+        tokens: Sequence[int],
+        medusa: MedusaCandidates = (),
+        taps: TappedRows = NO_TAPS,
+        ahead: DraftedChildren | None = None,
+    ) -> None:
         self._text += tokens
-        await self._current.extend(tokens, medusa, taps)
+        await self._current.extend(tokens, medusa, taps, ahead)
         self._model.start()
         self._take_in_model()
 

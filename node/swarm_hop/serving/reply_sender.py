@@ -7,6 +7,7 @@ import logging
 
 from swarm.audit_messages import AuditReport
 from swarm.codec import Buffer
+from swarm.draft_messages import CarriedTaps
 from swarm.errors import ConnectionLost, NodeBusy, SwarmError
 from swarm.messages import (
     AnyMessage,
@@ -54,7 +55,7 @@ def failure(session: bytes, error: SwarmError, epoch: int) -> SessionFailed:
     return SessionFailed(session, error.code, str(error)[:1024], retry, epoch=epoch)
 
 
-def unknown_session(message: Step | Reroute | KvFetch) -> SessionFailed:
+def unknown_session(message: Step | CarriedTaps | Reroute | KvFetch) -> SessionFailed:
     sentence = "this node holds no such session"
     return SessionFailed(message.session, "unknown_session", sentence, epoch=epoch_of(message))
 

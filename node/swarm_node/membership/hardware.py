@@ -17,6 +17,7 @@ import torch
 from swarm.config import NodeConfig, state_dir
 from swarm.errors import OutOfMemory
 from swarm_kernels.device.device import available_memory, choose_device, parse_dtype
+from swarm_kernels.draft.tail import tail_drafter_bytes
 from swarm_kernels.models.native_format import native_dtype
 from swarm_kernels.models.open import open_model
 from swarm_kernels.models.source import ModelSource
@@ -38,6 +39,7 @@ class Hardware:
     budget: int  # bytes for weights, keys and values
     capacity: int  # layers
     medusa_heads: Path | None = None  # for the last layer
+    drafter: str = ""  # likewise
 
     @property
     def num_layers(self) -> int:
@@ -53,6 +55,7 @@ def measure(config: NodeConfig) -> Hardware:
         dtype = given or native_dtype(source)
         memory = ModelMemory.of(source, dtype)
         budget = config.max_memory or int(POLICY.free_fraction * available_memory(device) * config.model_fraction)
+        budget -= tail_drafter_bytes(config.drafter, source) if config.drafter else 0  # it may get the last layer
         if config.layers:  # a wrong flag is reported before this node publishes anything
             memory.kv_tokens(budget, manual_span(config.layers, memory.num_layers).span, most=1)
         max_layers = math.ceil(memory.num_layers * config.model_fraction)
@@ -64,7 +67,7 @@ def measure(config: NodeConfig) -> Hardware:
     except BaseException:
         source.close()
         raise
-    return Hardware(source, device, dtype, calibration, memory, budget, capacity, config.medusa_heads)
+    return Hardware(source, device, dtype, calibration, memory, budget, capacity, config.medusa_heads, config.drafter)
 
 
 @contextlib.contextmanager

@@ -66,6 +66,7 @@ class NodeStatus:
             pinned=bool(self.config.layers),
             identity_proof=self.network.identity_proof(),
             owners=self.accounts.owner_tags,
+            drafter=engine.tail_drafts.offered if engine is not None and loaded and engine.tail_drafts else None,
             published_at=now,
         )
 

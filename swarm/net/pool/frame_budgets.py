@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from swarm.audit_messages import AuditQuery
+from swarm.draft_messages import CarriedTaps, TailDraft
 from swarm.messages import (
     AnyMessage,
     CloseSession,
@@ -69,8 +70,10 @@ _PRICES: dict[type[AnyMessage], float] = {
     SessionFailed: 0.25,
     KvBlocks: 0.25,
     TapRows: 0.25,
+    CarriedTaps: 0.25,
+    TailDraft: 0.25,
 }
-_WORK = (Step, StepResult, SessionOpened, SessionFailed, KvBlocks, TapRows)
+_WORK = (Step, StepResult, SessionOpened, SessionFailed, KvBlocks, TapRows, CarriedTaps, TailDraft)
 _ITEMS_A_UNIT = 600  # integers decoded in 50 us
 _BYTES_A_UNIT = 3000  # of a header of such integers
 
@@ -85,6 +88,8 @@ def price(message: AnyMessage) -> float:
             items = len(message.tokens) + 2 * len(message.slots) + len(message.commit_slots) + len(message.trace)
         case DropInFlight():
             items = len(message.slots)
+        case TailDraft():
+            items = 3 * len(message.tokens)
         case CloseSession():
             items = len(message.retain_prefix)
         case _:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from swarm.draft_messages import DraftedChildren
 from swarm.ewma import DecayedRatio
 from swarm.planner.generation.draft_tree import MedusaCandidates
 from swarm.types import TappedRows, Taps
@@ -62,6 +63,9 @@ class GrammarDrafter(Drafter):
 
     def set_medusa_candidates(self, candidates: MedusaCandidates) -> None:
         self._inner.set_medusa_candidates(candidates)
+
+    def set_tail_draft(self, children: DraftedChildren) -> None:
+        self._inner.set_tail_draft(children)
 
     @property
     def taps(self) -> Taps | None:

@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+from swarm.draft_messages import DraftedChildren
 from swarm.errors import DrafterFailed, UsageError
 from swarm.ewma import DecayedRatio
 from swarm.planner.generation.draft_tree import MedusaCandidates
@@ -71,6 +72,9 @@ class MixtureDrafter(Drafter):
 
     def set_medusa_candidates(self, candidates: MedusaCandidates) -> None:
         self._each(lambda member: member.set_medusa_candidates(candidates))
+
+    def set_tail_draft(self, children: DraftedChildren) -> None:
+        self._each(lambda member: member.set_tail_draft(children))
 
     @property
     def taps(self) -> Taps | None:
