@@ -22,11 +22,10 @@ from msgspec import Meta
 
 from swarm.audit_messages import MAX_CLAIMED, AuditQuery, AuditReport
 from swarm.block_hash import HASH_BYTES
-from swarm.draft_messages import DraftMessages
 from swarm.gossip_messages import Records, RecordsQuery
 from swarm.kv_token import KEY_BYTES, TOKEN_BYTES
 from swarm.receipts import WorkReceipt
-from swarm.tap_messages import TapRows, WireTaps
+from swarm.tap_messages import DraftMessages, TapRows, WireTaps
 from swarm.types import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_SLOTS, Grammar, Sampling, TokenLogprobs
 from swarm.wire_types import Count, Message, Serial, SessionId, Text, TokenId
 

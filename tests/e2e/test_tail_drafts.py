@@ -11,23 +11,18 @@ from typing import Any
 import pytest
 from eagle_reference import random_tensors, save_speculators
 from memory_swarm import MemorySwarm, cut, memory_swarm
+from scripted_tails import Say, opened, scripted
 from test_eagle import LAYERS, LINK, PROMPT, SEEDED, TOKENS, accurate_head, model
 from test_tapped_drafters import DFlash, Mtp
 from tiny_models import ModelTensors, hf_greedy
 from virtual_clock import virtual_time
 
-from swarm.types import FINGERPRINT_BYTES, OfferedDrafter
 from swarm_hop.serving.session import HopSession
 from swarm_kernels.draft.eagle import open_eagle
 from swarm_kernels.draft.session import DraftCandidates
 from swarm_kernels.draft.tail import OpenDrafter
-from swarm_kernels.draft.tapped import TappedDraft
 
 STRATEGIES = ["tree", "pipedec", "pipelined-tree", "auto"]
-
-
-def opened(draft: TappedDraft, tree_ms: float = 1.0) -> OpenDrafter:
-    return OpenDrafter(draft, OfferedDrafter(draft.kind, "test", bytes(FINGERPRINT_BYTES), draft.taps.layers, tree_ms))
 
 
 def eagle_at_tail(made: Any, source: Any, answer: Sequence[int], folder: Path) -> OpenDrafter:
@@ -203,31 +198,12 @@ def test_a_reused_prefix_and_forks_draft_with_the_rows_that_come(tmp_path: Path)
     scenario()
 
 
-class Scripted:
-    """A drafter that reads nothing, and says what `say` makes of each path."""
-
-    kind = "eagle"
-
-    def __init__(self, draft: TappedDraft, say: Callable[[tuple[int, ...], int], DraftCandidates]) -> None:
-        self.taps, self.say = draft.taps, say
-
-    def new_session(self, *_: Any) -> Any:
-        return self
-
-    def reset(self, tokens: Any) -> None: ...
-
-    extend = add = reset
-
-    def propose(self, paths: Sequence[tuple[int, ...]], width: int) -> list[DraftCandidates]:
-        return [self.say(path, width) for path in paths]
-
-
 def _noise(path: tuple[int, ...], width: int) -> DraftCandidates:
     rng = random.Random(str(path))
     return [(rng.randrange(131), -rng.random()) for _ in range(width)][:1]
 
 
-SAYINGS: dict[str, Callable[[tuple[int, ...], int], DraftCandidates]] = {
+SAYINGS: dict[str, Say] = {
     "noise": _noise,
     "foreign ids": lambda path, width: [(131 + len(path), -0.1)],
     "negative ids": lambda path, width: [(-5, -0.1)],
@@ -240,13 +216,10 @@ SAYINGS: dict[str, Callable[[tuple[int, ...], int], DraftCandidates]] = {
 
 @pytest.mark.parametrize("saying", SAYINGS)
 @pytest.mark.parametrize("strategy", ["tree", "pipelined-tree"])
-def test_a_tail_whose_drafter_talks_nonsense_costs_drafts_or_itself(
-    strategy: str, saying: str, tmp_path: Path
-) -> None:
+def test_a_tail_whose_drafter_talks_nonsense_costs_drafts_or_itself(strategy: str, saying: str, tmp_path: Path) -> None:
     made = model()
     source, truth = ModelTensors(made), hf_greedy(made, PROMPT, TOKENS)
-    head = open_eagle(save_speculators(tmp_path, random_tensors(2)), source)
-    drafter = opened(Scripted(head, SAYINGS[saying]))  # type: ignore[arg-type]
+    drafter = scripted((2, 5), 96, SAYINGS[saying])
 
     @virtual_time
     async def scenario() -> None:

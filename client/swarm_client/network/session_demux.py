@@ -8,11 +8,10 @@ from dataclasses import dataclass
 
 from swarm.audit_messages import AuditReport
 from swarm.codec import Buffer
-from swarm.draft_messages import CarriedTaps, TailDraft
 from swarm.errors import NetworkError, ProtocolError
 from swarm.messages import AnyMessage, ProgressReport, SessionFailed, SessionOpened, Step, StepResult
 from swarm.net.pool.migratable_link import MigratableLink
-from swarm.tap_messages import TapRows
+from swarm.tap_messages import CarriedTaps, TailDraft, TapRows
 from swarm.token_bucket import KeyedBuckets
 from swarm.types import PeerId
 

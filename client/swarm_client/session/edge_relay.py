@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from swarm.draft_messages import CarriedTaps
 from swarm.errors import ProtocolError
 from swarm.messages import Step
+from swarm.tap_messages import CarriedTaps
 from swarm.types import PeerId
 from swarm_client.home.ends import HomeEnds
 from swarm_client.home.home_edges import HomeEdges

@@ -17,7 +17,6 @@ import msgspec
 from swarm.audit_messages import AuditQuery, AuditReport
 from swarm.block_hash import block_hashes, salted
 from swarm.config import Limits
-from swarm.draft_messages import CarriedTaps, EndDrafts, TailDraft
 from swarm.errors import ConnectionLost, NetworkError, ProtocolError
 from swarm.kv_token import fetch_token, hop_key
 from swarm.messages import (
@@ -36,7 +35,7 @@ from swarm.net.pool.connection_pool import ConnectionPool
 from swarm.planner.generation.state_machine import SendStep
 from swarm.planner.routing.repair import Repair
 from swarm.receipts import WorkReceipt
-from swarm.tap_messages import TapRows
+from swarm.tap_messages import CarriedTaps, EndDrafts, TailDraft, TapRows
 from swarm.types import Chain, Hop, KvSource, NodeProfile, PeerId
 from swarm_client.health.stall_locator import HopProgress
 from swarm_client.health.watchdog import wait_with_watchdog

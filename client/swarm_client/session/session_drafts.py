@@ -10,10 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from swarm.codec import Buffer
-from swarm.draft_messages import MAX_DRAFT_DEPTH, ReceivedDraft, TailDraft, WireDraft, children_of
 from swarm.errors import ProtocolError
 from swarm.planner.generation.state_machine import SendStep
-from swarm.tap_messages import TapRows, WireTaps
+from swarm.tap_messages import MAX_DRAFT_DEPTH, ReceivedDraft, TailDraft, TapRows, WireDraft, WireTaps, children_of
 from swarm.types import Chain, Hop, NodeProfile, OfferedDrafter, Taps
 from swarm_client.session.tap_buffer import TapBuffer
 

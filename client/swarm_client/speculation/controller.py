@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from swarm.draft_messages import DraftedChildren, ReceivedDraft
 from swarm.errors import DrafterFailed
 from swarm.ewma import Ewma
 from swarm.planner.costs.chain_costs import ChainCosts
@@ -31,6 +30,7 @@ from swarm.planner.generation.state_machine import (
 from swarm.planner.speculation.controller import MAX_DEPTH, Decision, SpeculationController
 from swarm.planner.speculation.forecast import DrafterProfile, Strategy
 from swarm.planner.speculation.tail_value import TailDraftValue
+from swarm.tap_messages import DraftedChildren, ReceivedDraft
 from swarm.types import Chain, Hop, TappedRows
 from swarm_client.speculation.drafters.base import NO_TAPS, CachedProposal, Candidate
 from swarm_client.speculation.drafters.base import Drafter as DraftSource

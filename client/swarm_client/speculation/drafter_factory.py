@@ -24,7 +24,7 @@ from swarm.planner.speculation.drafter_choice import (
     prefers_tail,
     rank_drafters,
 )
-from swarm.planner.speculation.drafter_place import Place, Placement, TailOffer, choose_place
+from swarm.planner.speculation.drafter_place import DrafterPlacement, Place, TailOffer, choose_place
 from swarm_client.speculation.controller import AsyncDrafter
 from swarm_client.speculation.drafters.base import Drafter
 from swarm_client.speculation.drafters.bundled import find_bundled
@@ -158,7 +158,7 @@ class DrafterFactory:
             await self._late.close()
 
 
-def place_of(drafter: Drafter, offered: TailOffer) -> Placement:
+def place_of(drafter: Drafter, offered: TailOffer) -> DrafterPlacement:
     """Where a drafter is better run that the client and the tail both hold; the client's is measured."""
     taps, client_ms = drafter.taps, None
     try:

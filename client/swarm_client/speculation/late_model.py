@@ -10,10 +10,10 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 
-from swarm.draft_messages import DraftedChildren
 from swarm.errors import DrafterFailed, SwarmError
 from swarm.net.base.tasks import TaskSet, wait_out
 from swarm.planner.generation.draft_tree import MedusaCandidates
+from swarm.tap_messages import DraftedChildren
 from swarm.types import TappedRows
 from swarm_client.speculation.drafters.base import NO_TAPS, CachedProposal, Candidate, Drafter
 from swarm_client.speculation.drafters.inline import InlineDrafter

@@ -17,7 +17,7 @@ from swarm_kernels.draft.folder import DFLASH, drafter_kind, fetched_folder
 from swarm_kernels.draft.mtp import open_mtp
 from swarm_kernels.draft.mtp_source import find_mtp, tensors_of
 from swarm_kernels.draft.tapped import TappedDraft
-from swarm_kernels.draft.tree import TreeShape, measure_tree_ms
+from swarm_kernels.draft.tree import TreeBounds, measure_tree_ms
 from swarm_kernels.models.source import ModelSource
 
 MTP = "mtp"
@@ -32,7 +32,7 @@ class OpenDrafter:
     offered: OfferedDrafter
 
 
-def open_tail_drafter(spec: str, target: ModelSource, shape: TreeShape = TreeShape()) -> OpenDrafter:
+def open_tail_drafter(spec: str, target: ModelSource, shape: TreeBounds = TreeBounds()) -> OpenDrafter:
     """`spec`: MTP for the checkpoint's own layer, the folder of an EAGLE-3 or DFlash drafter, or its name on a hub.
 
     Raises ModelNotFound, CorruptModel, DrafterFailed, UnsupportedModel, OutOfMemory, and as `ModelSource.fetch`.

@@ -22,7 +22,7 @@ from swarm_kernels.runtime.taps import encode
 
 
 @dataclass(frozen=True, slots=True)
-class TreeShape:
+class TreeBounds:
     """`nodes`, `depth`: of a tree, at most. `beam`: paths that go on at a level: more take longer and miss less.
     `width`: candidates of each. `min_path_prob`: a path that is less likely goes no further: a pass costs all the
     same."""
@@ -53,7 +53,7 @@ class Proposer(Protocol):
     def propose(self, paths: Sequence[Path], width: int) -> list[DraftCandidates]: ...
 
 
-def grow(session: Proposer, shape: TreeShape) -> DraftedTree:
+def grow(session: Proposer, shape: TreeBounds) -> DraftedTree:
     """The tree below a session's text; without nodes where it has nothing to say. Raises DrafterFailed."""
     found: list[tuple[float, Path, float]] = []  # ln p of a path, the path, and of its last token alone
     ends: list[tuple[float, Path]] = [(0.0, ())]
@@ -81,10 +81,10 @@ def grow(session: Proposer, shape: TreeShape) -> DraftedTree:
 
 
 def measure_tree_ms(
-    draft: TappedDraft, shape: TreeShape = TreeShape(), clock: Callable[[], float] = time.perf_counter
+    draft: TappedDraft, shape: TreeBounds = TreeBounds(), clock: Callable[[], float] = time.perf_counter
 ) -> float:
     """What a full tree takes below a short text, with the rows of one more token. Raises DrafterFailed, OutOfMemory."""
-    full = TreeShape(shape.nodes, shape.depth, shape.beam, shape.width, 0.0)
+    full = TreeBounds(shape.nodes, shape.depth, shape.beam, shape.width, 0.0)
     generator = torch.Generator().manual_seed(1)
     session = draft.new_session(_TIMED_TEXT + 64, full.cache)
     session.reset([1] * _TIMED_TEXT)

@@ -23,6 +23,10 @@ class CarriedBuffer:
     def __init__(self) -> None:
         self._steps: dict[int, StepTaps] = {}
 
+    def __len__(self) -> int:
+        """Steps."""
+        return len(self._steps)
+
     def keep(self, step: int, taps: StepTaps) -> None:
         self._steps[step] = taps
         while len(self._steps) > MAX_STEPS or self._size() > MAX_BYTES:

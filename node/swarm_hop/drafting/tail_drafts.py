@@ -12,16 +12,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from weakref import WeakSet
 
-from swarm.draft_messages import MAX_CENTINATS, TailDraft, WireDraft
 from swarm.errors import OutOfMemory
 from swarm.messages import Step
-from swarm.tap_messages import WireTaps
+from swarm.tap_messages import MAX_CENTINATS, TailDraft, WireDraft, WireTaps
 from swarm.types import OfferedDrafter
 from swarm_hop.drafting.carried_taps import rows_of
 from swarm_hop.drafting.tail_text import KnownText, TailText
 from swarm_kernels.draft.tail import OpenDrafter
 from swarm_kernels.draft.tapped import TappedSession
-from swarm_kernels.draft.tree import DraftedTree, TreeShape, grow
+from swarm_kernels.draft.tree import DraftedTree, TreeBounds, grow
 from swarm_kernels.runtime.taps import StepTaps
 
 logger = logging.getLogger(__name__)
@@ -57,7 +56,7 @@ class TailDrafts:
         if len(self._texts) >= self._policy.max_sessions:
             logger.info("no drafts for one more session: %d have some", len(self._texts))
             return None
-        shape = TreeShape(asked.nodes, asked.depth, self._policy.beam, self._policy.width)
+        shape = TreeBounds(asked.nodes, asked.depth, self._policy.beam, self._policy.width)
         try:
             session = self._opened.draft.new_session(min(max_tokens, self._policy.max_tokens), shape.cache)
         except OutOfMemory as error:
@@ -71,7 +70,7 @@ class TailDrafts:
 class DraftedText:
     """`follow` every step once it has run; where `due` then says so, `grow` on the device."""
 
-    def __init__(self, session: TappedSession, shape: TreeShape, layers: Sequence[int], row_bytes: int) -> None:
+    def __init__(self, session: TappedSession, shape: TreeBounds, layers: Sequence[int], row_bytes: int) -> None:
         self._session, self._shape = session, shape
         self._layers, self._row_bytes = tuple(layers), row_bytes
         self._text = TailText()

@@ -7,7 +7,6 @@ import logging
 
 from swarm.audit_messages import AuditReport
 from swarm.codec import Buffer
-from swarm.draft_messages import CarriedTaps
 from swarm.errors import ConnectionLost, NodeBusy, SwarmError
 from swarm.messages import (
     AnyMessage,
@@ -20,6 +19,7 @@ from swarm.messages import (
     Step,
 )
 from swarm.net.base.tasks import TaskSet
+from swarm.tap_messages import CarriedTaps
 from swarm_hop.serving.quotas import Quotas
 from swarm_hop.serving.session import PeerChannel
 

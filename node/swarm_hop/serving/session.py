@@ -17,7 +17,6 @@ import msgspec
 from swarm import kv_token
 from swarm.audit_messages import AuditQuery
 from swarm.codec import DEFAULT_LIMITS, Buffer
-from swarm.draft_messages import CarriedTaps, EndDrafts
 from swarm.errors import ContextOverflow, NodeBusy, ProtocolError
 from swarm.messages import (
     MAX_HOPS,
@@ -33,7 +32,7 @@ from swarm.messages import (
 )
 from swarm.planner.scheduling.fair_shares import Share
 from swarm.receipts import WorkReceipt
-from swarm.tap_messages import WireTaps
+from swarm.tap_messages import CarriedTaps, EndDrafts, WireTaps
 from swarm.types import KvSource, LayerSpan, PeerId, Sampling, layers_of_hop, tapped_row_bytes
 from swarm_hop.drafting.carried_taps import CarriedBuffer, joined, taken_apart
 from swarm_hop.drafting.tail_drafts import DraftedText

@@ -15,11 +15,10 @@ import msgspec
 
 from swarm.codec import Buffer
 from swarm.config import Limits
-from swarm.draft_messages import CarriedTaps, TailDraft
 from swarm.errors import ConnectionLost, NetworkError, OutOfMemory, PeerUnreachable, ProtocolError
 from swarm.messages import Reroute, SessionFailed, SessionOpened, Step, StepResult, WireLogprobs
 from swarm.planner.scheduling.fair_shares import Share
-from swarm.tap_messages import TapRows
+from swarm.tap_messages import CarriedTaps, TailDraft, TapRows
 from swarm_hop.auditing.audit_replies import AuditReplies
 from swarm_hop.drafting.tail_drafts import draft_message
 from swarm_hop.serving.activation_log import ActivationLog

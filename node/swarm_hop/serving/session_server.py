@@ -21,7 +21,6 @@ import msgspec
 from swarm.audit_messages import AuditQuery
 from swarm.codec import Buffer
 from swarm.config import Limits
-from swarm.draft_messages import CarriedTaps, EndDrafts
 from swarm.errors import ConnectionLost, NetworkError, NodeBusy, ProtocolError, ResourceError, SwarmError
 from swarm.messages import (
     AnyMessage,
@@ -38,6 +37,7 @@ from swarm.messages import (
 )
 from swarm.net.base.tasks import TaskSet
 from swarm.receipts import WorkReceipt
+from swarm.tap_messages import CarriedTaps, EndDrafts
 from swarm.types import LayerSpan, ModelId, PeerId
 from swarm_hop.auditing.audit_replies import AuditReplies, Sign
 from swarm_hop.serving.activation_log import ActivationLog

@@ -14,7 +14,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from swarm.audit_messages import AuditQuery
-from swarm.draft_messages import CarriedTaps, TailDraft
 from swarm.messages import (
     AnyMessage,
     CloseSession,
@@ -28,7 +27,7 @@ from swarm.messages import (
     Step,
     StepResult,
 )
-from swarm.tap_messages import TapRows
+from swarm.tap_messages import CarriedTaps, TailDraft, TapRows
 from swarm.token_bucket import KeyedBuckets, TokenBucket
 from swarm.types import PeerId
 

@@ -50,7 +50,7 @@ _NAMES = {"eagle": "EAGLE-3", "dflash": "DFlash", "mtp": "MTP"}
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
+class DrafterPlacement:
     """`place`: None where nobody can draft. `ms`, `bytes`: what a round takes more there."""
 
     place: Place | None
@@ -82,7 +82,7 @@ def choose_place(
     taps_of_hops: Sequence[int],
     row_bytes: int,
     policy: PlacePolicy = PLACE,
-) -> Placement:
+) -> DrafterPlacement:
     """`client_ms`, `tail_ms`: what a tree takes there, None where there is no such drafter. `taps_of_hops`: how many
     each hop of the chain has; `row_bytes`: of one tap's row.
 
@@ -103,13 +103,13 @@ def choose_place(
             Place.CLIENT: "no last node offers one",
             None: "neither the client nor a last node has one",
         }[place]
-        return Placement(place, reason, here, there, client_bytes, tail_bytes)
+        return DrafterPlacement(place, reason, here, there, client_bytes, tail_bytes)
     place = Place.TAIL if (there, tail_bytes) < (here, client_bytes) else Place.CLIENT
     at_tail = f"{there:.1f} ms at the tail (a tree {tail_ms:.1f} ms, {tail_bytes / 1e3:.1f} kB along {links} links)"
     at_client = f"{here:.1f} ms here (a tree {client_ms:.1f} ms, {client_bytes / 1e3:.1f} kB from the nodes)"
     first, second = (at_tail, at_client) if place is Place.TAIL else (at_client, at_tail)
     reason = f"it adds {first} to a round of {rows} rows, and {second}"
-    return Placement(place, reason, here, there, client_bytes, tail_bytes)
+    return DrafterPlacement(place, reason, here, there, client_bytes, tail_bytes)
 
 
 def _likely_hops(snapshot: Snapshot) -> tuple[Hop, ...]:

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from swarm.draft_messages import DraftedChildren
 from swarm.ewma import Ewma
 from swarm.planner.speculation.policy import TAIL_VALUE, TailValuePolicy
+from swarm.tap_messages import DraftedChildren
 
 
 @dataclass(slots=True)

@@ -16,9 +16,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from swarm.draft_messages import DraftedChildren
 from swarm.errors import UsageError
 from swarm.planner.generation.draft_tree import MedusaCandidates
+from swarm.tap_messages import DraftedChildren
 from swarm.types import TappedRows, Taps
 from swarm_client.speculation.drafters.acceptance import AcceptanceRates
 

@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from swarm.draft_messages import DraftedChildren
 from swarm.ewma import DecayedRatio
 from swarm.planner.generation.draft_tree import MedusaCandidates
+from swarm.tap_messages import DraftedChildren
 from swarm.types import TappedRows, Taps
 from swarm_client.speculation.drafters.base import MAX_REMEMBERED, CachedProposal, Candidate, Drafter, TokenPath
 from swarm_kernels.sampling.grammar import GrammarState, TokenMask

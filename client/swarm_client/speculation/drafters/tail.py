@@ -1,4 +1,4 @@
-"""Draft tokens of the drafter that the chain's last node holds (`swarm.draft_messages`); they come with its results.
+"""Draft tokens of the drafter that the chain's last node holds (`swarm.tap_messages`); they come with its results.
 
 Owns only which of them follow the text by now. A tail that sends none proposes nothing.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from swarm.draft_messages import DraftedChildren
+from swarm.tap_messages import DraftedChildren
 from swarm_client.speculation.drafters.base import Candidate, Drafter, TokenPath
 
 
