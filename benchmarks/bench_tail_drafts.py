@@ -3,8 +3,8 @@
     python benchmarks/bench_tail_drafts.py [--hops 4] [--delay-ms 20] [--level-ms 2]
 
 The real client, nodes and drafter over emulated links, with a tiny model and a head that is right about every second
-time on its answer. A batch takes 2 ms of virtual time, a tree at the tail as well; at the client each level of a tree takes
-`--level-ms`. Tokens are compared.
+time on its answer. A batch takes 2 ms of virtual time, a tree at the tail as well; at the client each level of a tree
+takes `--level-ms`. Tokens are compared.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def main() -> None:
 
     found: list[dict[str, Any]] = []
 
-    @virtual_time
+    @virtual_time  # type: ignore[untyped-decorator]  # a part of the tests
     async def run(kind: str, decoding: str) -> None:
         async with (
             memory_swarm(
@@ -94,7 +94,7 @@ def main() -> None:
         found.append({**counts, "s": round(took_s, 3), **sizes, "tail": stats.get("tail")})
 
     print(f"{options.hops} hops, {options.delay_ms:g} ms a link, {TOKENS} tokens")
-    for decoding in ("tree", "pipelined-tree"):
+    for decoding in ("tree", "pipelined-tree", "auto"):
         for kind in makers:
             run(kind, decoding)
             print(f"{decoding:15} {kind:8} {found[-1]}")

@@ -129,6 +129,14 @@ def test_drafts_are_tried_before_they_end() -> None:
         assert value.pays(1.0)
         value.received({}, 10.0)
         value.came([1, 2])
-    assert value.pays(1.0)
+    assert not value.pays(1.0)
+
+
+def test_drafts_that_nobody_sends_along_are_not_judged_and_end_later() -> None:
+    value = TailDraftValue()
+    for _ in range(value.policy.max_unused_drafts):
+        value.received({}, 10.0)
+        value.came([1], used=False)
+        assert value.pays(1.0)
     value.received({}, 10.0)
     assert not value.pays(1.0)

@@ -168,7 +168,7 @@ class ClientSpeculation:
     ) -> None:
         """These tokens are committed now; `medusa`: candidates of the tail's Medusa heads for what follows; `taps`:
         hidden states of the text before the last of them; `draft`: of the tail's drafter."""
-        self.tail.came(tokens)
+        self.tail.came(tokens, used=self.generation.policy.max_tree_rows > 0)
         if draft is not None:
             self.tail.received(draft.children, draft.took_ms)
         if self.failure:

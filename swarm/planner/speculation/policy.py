@@ -60,6 +60,7 @@ class TailValuePolicy:
     """`tail_value.TailDraftValue`: how long drafts of the tail are tried before they may end."""
 
     trial_drafts: int = 16  # fewer end bad ones sooner, and good ones by chance
+    max_unused_drafts: int = 64  # until they end, while plain decoding is the better choice
     decay: float = 0.95  # a draft; lower follows the text faster
 
 

@@ -22,6 +22,7 @@ class TailDraftValue:
     policy: TailValuePolicy = TAIL_VALUE
     drafts: int = 0
     tokens: int = 0  # that drafts have brought
+    _judged: int = 0
     _children: DraftedChildren | None = None
     _brought: Ewma = field(init=False)
     _took_ms: Ewma = field(init=False)
@@ -40,11 +41,13 @@ class TailDraftValue:
         """Tokens, of a draft."""
         return self._brought.value
 
-    def came(self, tokens: Sequence[int]) -> None:
-        """What a result added to the text: its last token would have come without any draft."""
+    def came(self, tokens: Sequence[int], *, used: bool = True) -> None:
+        """What a result added to the text: its last token would have come without any draft. `used`: whether drafts are
+        sent along now; while they are not, nothing is learned of them."""
         children, self._children = self._children, None
-        if children is None or not tokens:
+        if children is None or not tokens or not used:
             return
+        self._judged += 1
         right = 0
         while right < len(tokens) - 1:
             path = tuple(tokens[:right])
@@ -61,8 +64,8 @@ class TailDraftValue:
 
     def pays(self, tokens_per_ms: float) -> bool:
         """At the rate at which tokens come now."""
-        if self.drafts <= self.policy.trial_drafts:
-            return True
+        if self._judged < self.policy.trial_drafts:
+            return self.drafts <= self.policy.max_unused_drafts
         return self.brought >= tokens_per_ms * self.took_ms
 
     def explain(self, tokens_per_ms: float) -> str:
