@@ -84,6 +84,7 @@ class NodeConfig:
     max_memory: Size | None = None  # bytes; None: most of what is free
     dtype: str = "bf16"  # or "auto": the format of the model's files
     medusa_heads: Path | None = None  # Medusa heads, run by the tail
+    drafter: str = ""  # an EAGLE-3 or DFlash folder, or "mtp": run by the tail for clients that ask for its drafts
     name: str = ""
     region: str = ""
     identity: Path | None = None  # None: a new one at every start
@@ -121,7 +122,7 @@ class ClientConfig:
     outline_in_auto: bool = False  # may `auto` use an outline? It changes the text, not only the speed
     outline_templates: Path | None = None  # a TOML file, see docs/guide/outline.md
     # Beside the n-gram drafter: "bundled" draft model, a .draft file, the folder of an EAGLE-3 or DFlash drafter, "mtp"
-    # layer or a model; "medusa": the tail's; "auto": the best at hand; "ngram": none
+    # layer or a model; "medusa", "tail": what the tail holds; "auto": the best at hand; "ngram": none
     drafter: str = "bundled"
     prefill_chunk: Count | None = None  # tokens a step; None: planned from the chain's costs
     prefill_window: Count = 16  # prefill steps in flight, at most

@@ -3,10 +3,10 @@
 Owns the names, fields and size bounds of all messages between peers. Does not know sockets or tensors.
 
     client -> hop   OpenSession, Reroute, Step (to the first hop), DropInFlight, ProgressQuery, AuditQuery,
-                    CloseSession, Ping
-    hop -> hop      Step (body: hidden states), SessionFailed, KvFetch, KvBlocks (body: keys and values), Ping
+                    EndDrafts, CloseSession, Ping
+    hop -> hop      Step (body: hidden states), CarriedTaps, SessionFailed, KvFetch, KvBlocks (keys and values), Ping
     hop -> client   SessionOpened, SessionFailed, StepResult (from the tail), Step (on an edge that the client relays),
-                    ProgressReport, AuditReport, TapRows, Pong
+                    ProgressReport, AuditReport, TapRows, TailDraft, Pong
 
     hop -> experts  ExpertRows (body: rows), answered with ExpertOutputs or ExpertsRefused (`expert_messages`)
     any -> hop      RecordsQuery, answered with Records (`gossip_messages`)
@@ -27,7 +27,7 @@ from swarm.expert_messages import ExpertOutputs, ExpertRows, ExpertsRefused
 from swarm.gossip_messages import Records, RecordsQuery
 from swarm.kv_token import KEY_BYTES, TOKEN_BYTES
 from swarm.receipts import WorkReceipt
-from swarm.tap_messages import TapRows, WireTaps
+from swarm.tap_messages import DraftMessages, TapRows, WireTaps
 from swarm.types import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_SLOTS, Grammar, Sampling, TokenLogprobs
 from swarm.wire_types import Count, Message, Serial, SessionId, Text, TokenId
 
@@ -126,7 +126,7 @@ class OpenSession(Message, frozen=True, tag="open"):
     tokens. The hop fetches them from there if it can, by `kv_source_token`; `SessionOpened.cached_tokens` is the
     outcome. `kv_key`: of this hop, for the tokens of those who may fetch from it once it has left (`kv_token`).
 
-    `taps`: hidden states that the client wants of this hop. Peers are named by id alone: where they are dialed is in
+    `taps`: hidden states that are wanted of this hop. Peers are named by id alone: where they are dialed is in
     their own records, which the hop reads itself.
     """
 
@@ -397,4 +397,5 @@ AnyMessage = (
     | AuditQuery
     | AuditReport
     | TapRows
+    | DraftMessages
 )

@@ -13,20 +13,23 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
 
 from swarm.errors import UNDECODABLE, ProtocolError
 from swarm.types import (
+    FINGERPRINT_BYTES,
     MAX_EXPERTS,
+    MAX_TAPS,
     UNMEASURED,
     CostCurve,
     ExpertShare,
     LayerSpan,
     NodeProfile,
     NodeState,
+    OfferedDrafter,
     PeerId,
     Snapshot,
 )
@@ -54,6 +57,24 @@ Layer = Annotated[int, Meta(ge=0, le=MAX_LAYERS)]
 Expert = Annotated[int, Meta(ge=0, le=MAX_EXPERTS)]
 Tokens = Annotated[int, Meta(ge=0, le=1 << 40)]
 OwnerTag = Annotated[bytes, Meta(min_length=_TAG_BYTES, max_length=_TAG_BYTES)]
+
+
+class DrafterRecord(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """`types.OfferedDrafter`, of a node with the last layer. `us`: what a tree takes."""
+
+    kind: Literal["eagle", "dflash", "mtp"]
+    name: Name
+    hash: Annotated[bytes, Meta(min_length=FINGERPRINT_BYTES, max_length=FINGERPRINT_BYTES)]
+    taps: Annotated[tuple[Layer, ...], Meta(min_length=1, max_length=MAX_TAPS)]
+    us: Annotated[int, Meta(ge=0, le=1 << 33)] = 0
+
+    @classmethod
+    def of(cls, offered: OfferedDrafter) -> DrafterRecord:
+        name = offered.name[:64]
+        return cls(offered.kind, name, offered.fingerprint, offered.taps, _microseconds(offered.tree_ms))  # type: ignore[arg-type]  # decoding checks the kind
+
+    def to_offered(self) -> OfferedDrafter:
+        return OfferedDrafter(self.kind, self.name, self.hash, self.taps, self.us / 1e3)
 
 
 class NodeRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=False, omit_defaults=True):
@@ -90,6 +111,7 @@ class NodeRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=False, omit_
     owners: Annotated[tuple[OwnerTag, ...], Meta(max_length=MAX_OWNERS)] = ()  # marks of its owner's clients
     experts: tuple[Layer, Layer, Expert, Expert, Expert] | None = None  # `ExpertShare`: layers, experts, of how many
     room: tuple[Expert, Annotated[int, Meta(ge=-1, le=MAX_EXPERTS)]] = (0, -1)  # for experts; besides, as a leader
+    drafter: DrafterRecord | None = None
 
 
 class _Claim(msgspec.Struct, frozen=True):
@@ -140,7 +162,7 @@ def encode(profile: NodeProfile, model: str, num_layers: int, lifetime_s: float,
     """-> (record bytes, when it expires: `published_at + lifetime_s`).
 
     A record over MAX_RECORD drops what is optional: first the links beyond the nearest, then the τ of single layers
-    (their mean is sent), then addresses, then the owner's marks. Raises ProtocolError if it is still too long.
+    (their mean is sent), then addresses, its drafter, the owner's marks. Raises ProtocolError if it is still too long.
     """
     lifetime_s = min(lifetime_s, MAX_LIFETIME_S)
     record = _from_profile(profile, model, num_layers, lifetime_s)
@@ -259,6 +281,7 @@ def to_profile(record: NodeRecord) -> NodeProfile:
         experts=ExpertShare(LayerSpan(*record.experts[:2]), *record.experts[2:]) if record.experts else None,
         expert_room=record.room[0],
         lead_room=record.room[1],
+        drafter=record.drafter.to_offered() if record.drafter is not None else None,
         published_at=record.at,
     )
 
@@ -295,6 +318,7 @@ def _from_profile(profile: NodeProfile, model: str, num_layers: int, lifetime_s:
         owners=profile.owners[:MAX_OWNERS],
         experts=_wire_share(profile.experts),
         room=(profile.expert_room, profile.lead_room),
+        drafter=DrafterRecord.of(profile.drafter) if profile.drafter is not None else None,
     )
 
 
@@ -315,6 +339,8 @@ def _drop_optional_fields(record: NodeRecord) -> NodeRecord:
         changes = {"layer_us": (round(sum(record.layer_us) / len(record.layer_us)),)}
     elif len(record.addrs) > 1:
         changes = {"addrs": record.addrs[:1]}
+    elif record.drafter is not None:
+        changes = {"drafter": None}
     elif record.owners:
         changes = {"owners": ()}
     else:
@@ -354,6 +380,14 @@ def _check_fields(record: NodeRecord) -> None:
         raise InvalidRecord("malformed", f"a {record.state} node without layers")
     if span is not None and len(record.layer_us) not in (0, 1, span[1] - span[0]):
         raise InvalidRecord("malformed", f"{len(record.layer_us)} layer times for layers {span[0]}:{span[1]}")
+    taps = record.drafter.taps if record.drafter is not None else ()
+    if taps and (
+        span is None
+        or span[1] != record.layers
+        or taps[-1] > record.layers
+        or any(a >= b for a, b in itertools.pairwise(taps))
+    ):
+        raise InvalidRecord("malformed", f"a drafter that reads {taps} of a node with layers {span}")
     widths = record.cost_w
     if len(widths) != len(record.cost_us) or any(a >= b for a, b in itertools.pairwise(widths)):
         raise InvalidRecord("malformed", "a cost curve whose widths do not increase")

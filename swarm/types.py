@@ -23,6 +23,7 @@ MAX_EXPERTS = 4096  # of one layer
 MAX_SLOTS = 4096  # tree slots of one session
 MAX_TAPS = 8  # of one drafter
 TAP_GROUP = 64  # numbers of a tapped row in 8 bits that share a bf16 scale
+FINGERPRINT_BYTES = 16  # of a drafter's files
 
 PeerId = str
 """A libp2p peer id in base58; it embeds the peer's Ed25519 public key."""
@@ -141,6 +142,21 @@ class ModelId:
 
 
 @dataclass(frozen=True, slots=True)
+class OfferedDrafter:
+    """A drafter that a tail runs for clients which ask for it: for the model and the weights of its own record.
+
+    `kind`: "eagle", "dflash" or "mtp". `fingerprint`: of its files. `taps`: what it reads (`Taps.layers`). `tree_ms`:
+    what a tree takes there, measured when it was loaded.
+    """
+
+    kind: str
+    name: str
+    fingerprint: bytes
+    taps: tuple[int, ...]
+    tree_ms: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class NodeProfile:
     """What one node publishes about itself in its record. `layer_ms` has one τ per layer of `span`."""
 
@@ -167,6 +183,7 @@ class NodeProfile:
     experts: ExpertShare | None = None  # of its span, which it leads, or held for leaders, without a span; None: all
     expert_room: int = 0  # experts of one layer that it could hold for a leader, if it holds no whole layer
     lead_room: int = -1  # ... that it could hold if it led the layer; -1: it could not
+    drafter: OfferedDrafter | None = None  # of a tail
     published_at: float = 0.0  # its clock, seconds since the epoch
 
     @property

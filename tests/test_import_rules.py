@@ -52,7 +52,8 @@ SWARM_FOLDERS = {  # a folder of `swarm` -> folders that it may import; the root
 NODE_FOLDERS = {  # a folder of the node -> those below it
     "swarm_hop.sharing": (),
     "swarm_hop.auditing": (),
-    "swarm_hop.serving": ("swarm_hop.sharing", "swarm_hop.auditing"),
+    "swarm_hop.drafting": (),
+    "swarm_hop.serving": ("swarm_hop.sharing", "swarm_hop.auditing", "swarm_hop.drafting"),
     "swarm_node.owner": (),
     "swarm_node.network": (),
     "swarm_node.service": (),

@@ -16,7 +16,7 @@ from swarm import records
 from swarm.errors import ProtocolError
 from swarm.net.security.identity import Identity, verify
 from swarm.records import MAX_LIFETIME_S, MAX_OWNERS, MAX_RECORD, InvalidRecord, owner_tag
-from swarm.types import UNMEASURED, CostCurve, ExpertShare, LayerSpan, NodeProfile, NodeState
+from swarm.types import UNMEASURED, CostCurve, ExpertShare, LayerSpan, NodeProfile, NodeState, OfferedDrafter
 
 NOW = 1_700_000_000.0
 MODEL = "smollm2-135m"
@@ -79,6 +79,8 @@ def reason(data: bytes, peer: str = ALICE.peer, now: float = NOW) -> str:
         {"cost": UNMEASURED},
         {"addresses": (), "link_ms": {}, "network_coordinate": (), "region": "", "name": ""},
         {"owners": tuple(owner_tag(ALICE.peer, f"client {i}") for i in range(MAX_OWNERS))},
+        {"drafter": OfferedDrafter("eagle", "x" * 64, b"f" * 16, (2, 15, 30), 3.25)},
+        {"drafter": OfferedDrafter("mtp", "", b"f" * 16, (30,))},
     ],
 )
 def test_profiles_round_trip(changes: dict[str, Any]) -> None:
@@ -97,6 +99,7 @@ def test_a_large_record_drops_optional_fields_until_it_fits() -> None:
         layer_ms=tuple(1.0 + i / 7 for i in range(120)),
         link_ms={peer: float(i) for i, peer in enumerate(peers)},
         owners=tuple(owner_tag(ALICE.peer, f"client {i}") for i in range(2 * MAX_OWNERS)),
+        drafter=OfferedDrafter("eagle", "x" * 64, b"f" * 16, (2, 60, 120), 3.0),
         addresses=tuple(f"/ip4/10.0.0.{i}/udp/4001/quic-v1/p2p/{ALICE.peer}" for i in range(8)),
         cost=CostCurve(tuple(range(1, 17)), tuple(float(i) for i in range(16))),
     )
@@ -181,6 +184,15 @@ def test_why_records_are_rejected() -> None:
         {"state": "waiting", "span": None, "layer_us": []},
         {"room": [1 << 20, 0]},
         {"room": [0, -2]},
+        {"drafter": ["eagle", "x", b"f" * 16, [2, 2], 1]},
+        {"drafter": ["eagle", "x", b"f" * 16, [2, 31], 1]},
+        {"drafter": ["eagle", "x", b"f" * 16, [], 1]},
+        {"drafter": ["eagle", "x", b"f" * 16, list(range(9)), 1]},
+        {"drafter": ["oracle", "x", b"f" * 16, [2], 1]},
+        {"drafter": ["eagle", "x" * 65, b"f" * 16, [2], 1]},
+        {"drafter": ["eagle", "x", b"f", [2], 1]},
+        {"drafter": ["eagle", "x", b"f" * 16, [2], -1]},
+        {"drafter": ["eagle", "x", b"f" * 16, [2], 1], "span": [0, 29], "layer_us": []},
     ],
 )
 def test_malformed_fields(changes: dict[str, Any]) -> None:

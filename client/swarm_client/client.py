@@ -57,8 +57,9 @@ from swarm_client.routing.home_router import HomeRouter, router_of
 from swarm_client.routing.prefill_chunks import POLICY as PREFILL
 from swarm_client.routing.prefix_locations import PrefixLocations
 from swarm_client.routing.router import ChainRouter
+from swarm_client.routing.tail_offers import tail_offer
 from swarm_client.speculation.controller import AsyncDrafter, ClientSpeculation, DraftingStats
-from swarm_client.speculation.drafter_factory import DrafterFactory
+from swarm_client.speculation.drafter_factory import AUTO, TAIL, DrafterFactory
 from swarm_client.trust.peer_memory import PeerMemory, memory_file
 from swarm_kernels.device.allocator import release_free_memory
 from swarm_kernels.models.open import ModelSource, open_model
@@ -143,7 +144,10 @@ class SwarmClient:
             self._tokenizer = await loading
             self._grammars = GrammarCompiler(self._tokenizer, source.config.vocab_size)
             if self._make_drafter is None:
-                self._drafter_factory = await DrafterFactory.load(self.config.drafter, source, self._tokenizer)
+                named = self.config.drafter
+                reads = named in (AUTO, TAIL) and self._ends is None  # a tail's drafter would get the token ids
+                offered = await tail_offer(self._router, source.weight_hash) if reads else None
+                self._drafter_factory = await DrafterFactory.load(named, source, self._tokenizer, offered)
                 stack.push_async_callback(self._drafter_factory.close)
             self._auditor = self._new_auditor(source, network, self._router)
             stack.push_async_callback(self._auditor.close)
@@ -323,6 +327,8 @@ class SwarmClient:
             sampling,
             num_medusa_candidates=self._drafter_factory.num_medusa_candidates if speculation is not None else 0,
             taps=speculation.drafter.drafter.taps if speculation is not None else None,
+            tail_drafts=self._drafter_factory.tail_drafts and speculation is not None,
+            hidden_size=source.config.hidden_size,
             plan_chunks=self.config.prefill_chunk is None,
             prefix_locations=self._prefix_locations,
             auditor=self._auditor,

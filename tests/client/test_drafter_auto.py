@@ -15,6 +15,8 @@ from mtp_reference import Checkpoint
 from safetensors.torch import save_file
 from tiny_models import ModelTensors, tiny_model
 
+from swarm.planner.speculation.drafter_place import TailOffer
+from swarm.types import Hop, OfferedDrafter
 from swarm_client.speculation.drafter_factory import DrafterFactory
 from swarm_client.speculation.drafter_offers import find_offers
 from swarm_client.speculation.drafters.medusa import NUM_CANDIDATES
@@ -125,3 +127,38 @@ def test_a_layer_that_lies_on_a_hub_says_what_it_would_fetch(tmp_path: Path, mon
     (offer,) = [offer for offer in find_offers(target).open if offer.kind == "mtp"]
     assert offer.fetch_bytes >= 10 << 30
     assert 0 < offer.memory_bytes < 1 << 20
+
+
+def offered(tree_ms: float = 1.0, tails: int = 1, of: int = 1) -> TailOffer:
+    eagle = OfferedDrafter("eagle", "theirs", bytes(16), (5, 6, 7), tree_ms)
+    return TailOffer(eagle, tails, of, (Hop("a", 0, 4), Hop("b", 4, 8)))
+
+
+@pytest.mark.parametrize("word", ["tail", "auto"])
+async def test_what_the_tail_offers_is_taken_by_a_client_that_has_nothing(word: str, tmp_path: Path) -> None:
+    target = llama(tmp_path / "model")
+    factory = await DrafterFactory.load(word, target, None, offered())  # type: ignore[arg-type]
+    assert drafted_by(factory) == "tail"
+    assert (factory.tail_drafts, factory.num_medusa_candidates) == (True, 0)
+    assert factory.choice.startswith("drafting with n-grams and the EAGLE-3 drafter theirs at the tail, because ")
+
+
+@pytest.mark.parametrize("tree_ms", [0.0, 1e6])
+async def test_of_two_of_one_kind_the_cheaper_place_is_taken(tree_ms: float, tmp_path: Path) -> None:
+    target = llama(tmp_path / "tiny")
+    eagle_reference.save_speculators(tmp_path / "tiny-eagle3", eagle_reference.random_tensors())
+    factory = await DrafterFactory.load("auto", target, None, offered(tree_ms))  # type: ignore[arg-type]
+    assert factory.tail_drafts == (not tree_ms)
+    assert drafted_by(factory) == ("tiny-eagle3" if tree_ms else "tail")
+    assert "ms at the tail (a tree " in factory.choice
+    assert "ms here (a tree " in factory.choice
+
+
+async def test_a_rare_or_lesser_drafter_of_the_tail_is_left_out_with_a_clause(tmp_path: Path) -> None:
+    target = llama(tmp_path / "tiny")
+    dflash_reference.save_release(tmp_path / "tiny-dflash", dflash_reference.random_tensors())
+    for offer in (offered(), offered(tails=1, of=3)):
+        factory = await DrafterFactory.load("auto", target, None, offer)  # type: ignore[arg-type]
+        assert drafted_by(factory) == "tiny-dflash"
+        assert not factory.tail_drafts
+        assert "; without the EAGLE-3 drafter theirs at the tail" in factory.choice

@@ -24,12 +24,14 @@ from swarm.types import LayerSpan, ModelId, NodeProfile, NodeState, PeerId
 from swarm_client import SwarmClient
 from swarm_client.network.connection import ClientNetwork
 from swarm_client.speculation.controller import AsyncDrafter
+from swarm_hop.drafting.tail_drafts import TailDrafts
 from swarm_hop.serving.executor import Executor
 from swarm_hop.serving.grammars import TailGrammars
 from swarm_hop.serving.session_server import SessionServer
 from swarm_hop.serving.span_engine import SpanEngine
 from swarm_kernels.device.device import DTYPES
 from swarm_kernels.draft.medusa import MedusaHeads
+from swarm_kernels.draft.tail import OpenDrafter
 from swarm_kernels.runtime.load import load_span
 from swarm_node.membership.address_book import AddressBook
 from swarm_node.membership.record_publisher import RecordPublisher
@@ -128,6 +130,7 @@ class MemorySwarm:
     limits: Limits = LIMITS
     heads: Path | None = None  # Medusa's, of the tails
     tokenizer: Any = None  # of the tails, for grammars
+    drafter: OpenDrafter | None = None  # of the tails
     peers: list[PeerId] = field(default_factory=list)
     engines: dict[PeerId, SpanEngine] = field(default_factory=dict)
     nodes: dict[PeerId, MemoryNode] = field(default_factory=dict)
@@ -150,7 +153,8 @@ class MemorySwarm:
         tail = self.heads is not None and span.end == source.config.num_layers
         heads = MedusaHeads.of(self.heads, loaded, self.source) if tail and self.heads is not None else None
         grammars = TailGrammars(lambda: self.tokenizer, source.config.vocab_size) if self.tokenizer else None
-        engine = SpanEngine(loaded, loaded.new_cache(kv_tokens), heads, grammars)
+        drafts = TailDrafts(self.drafter) if self.drafter and span.end == source.config.num_layers else None
+        engine = SpanEngine(loaded, loaded.new_cache(kv_tokens), heads, grammars, tail_drafts=drafts)
         services: list[SessionServer] = []
 
         async def on_frame(connection: MigratableLink, message: AnyMessage, body: memoryview) -> None:
@@ -201,6 +205,7 @@ class MemorySwarm:
                 sessions=service.sessions,
                 region=region,
                 network_coordinate=(0.0,),
+                drafter=drafts.offered if drafts is not None else None,
                 published_at=now,
             )
 
@@ -267,9 +272,11 @@ async def memory_swarm(
     limits: Limits = LIMITS,
     heads: Path | None = None,
     tokenizer: Any = None,
+    drafter: OpenDrafter | None = None,
 ) -> AsyncIterator[MemorySwarm]:
     async with AsyncExitStack() as stack:
-        swarm = MemorySwarm(source, MemoryNetwork(seed, link, clock=wall_clock), stack, limits, heads, tokenizer)
+        network = MemoryNetwork(seed, link, clock=wall_clock)
+        swarm = MemorySwarm(source, network, stack, limits, heads, tokenizer, drafter)
         for span in spans:
             await swarm.add_node(span, dtype)
         yield swarm

@@ -97,6 +97,7 @@ class ToyEngine:
         self.rolled_back.append(length)
 
     session_capacity = 1 << 30
+    tail_drafts = None
 
     def reusable(self, key: int, length: int, multiple: int) -> int:
         return length // multiple * multiple

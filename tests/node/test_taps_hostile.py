@@ -24,7 +24,9 @@ HOPS = [("node", 0, LAYERS)]
 @pytest.mark.parametrize(
     "taps",
     [
+        WireTaps([], 8),
         WireTaps([LAYERS + 1], 8),
+        WireTaps([], 8, onward=True),
         WireTaps([3, 2], 8),
         WireTaps([2, 2], 8),
         WireTaps([1 << 20], 16),
@@ -48,7 +50,7 @@ async def test_taps_that_are_not_here_break_the_protocol(taps: WireTaps) -> None
 
 @pytest.mark.parametrize(
     ("layers", "bits", "first"),
-    [([], 8, 0), (list(range(MAX_TAPS + 1)), 8, 0), ([-1], 8, 0), ([1], 4, 0), ([1], 8, -1), ([1], 8, 1 << 30)],
+    [(list(range(MAX_TAPS + 1)), 8, 0), ([-1], 8, 0), ([1], 4, 0), ([1], 8, -1), ([1], 8, 1 << 30)],
 )
 def test_taps_out_of_bounds_are_no_message(layers: list[int], bits: int, first: int) -> None:
     message = open_message(A, HOPS, 0, 0, LAYERS)
@@ -63,10 +65,10 @@ def test_a_hop_has_the_taps_of_its_layers_and_the_tail_one_more(layers: list[int
         span = LayerSpan(start, start + count)
         there = set(range(start, start + count + (span.end == num_layers)))
         if layers == sorted(set(layers)) and set(layers) <= there:
-            check_taps(WireTaps(layers, 8), span, num_layers)
+            check_taps(WireTaps(layers, 8), span, num_layers, tail=False)
         else:
             with pytest.raises(ProtocolError):
-                check_taps(WireTaps(layers, 8), span, num_layers)
+                check_taps(WireTaps(layers, 8), span, num_layers, tail=False)
 
 
 @virtual_time

@@ -37,7 +37,7 @@ from swarm.planner.generation.state_machine import (
     SendStep,
     StepDone,
 )
-from swarm.types import Chain, TappedRows
+from swarm.types import Chain
 from swarm_client.auditing.result import AuditResult
 from swarm_client.generation.answer_grammar import AnswerGrammar
 from swarm_client.generation.session_manager import SessionManager
@@ -134,9 +134,7 @@ class GenerationLoop:
                             await self._discard_in_flight(action)
                         case EmitTokens():
                             if self.speculation is not None:
-                                await self.speculation.emitted(
-                                    action.tokens, action.medusa_candidates, self._tapped_rows(action)
-                                )
+                                await self._tell_drafter(action, self.speculation)
                             yield action
                         case RepairChain():
                             if self.grammar is not None:
@@ -192,10 +190,14 @@ class GenerationLoop:
             return HopLost(failed.peer, str(failed))
         return None
 
-    def _tapped_rows(self, emitted: EmitTokens) -> TappedRows:
-        """Of the text up to the last of these tokens, that token left out: it has not been through the layers."""
-        assert self._session is not None  # tokens come along it
-        return self._session.taps.take(emitted.samples, len(self.generation.known) - len(emitted.tokens) - 1)
+    async def _tell_drafter(self, emitted: EmitTokens, speculation: ClientSpeculation) -> None:
+        """With hidden states of the text up to the last token, which has not been through the layers."""
+        session, known = self._session, len(self.generation.known)
+        assert session is not None  # tokens come along it
+        taps = session.drafts.taps.take(emitted.samples, known - len(emitted.tokens) - 1)
+        await speculation.emitted(emitted.tokens, emitted.medusa_candidates, taps, session.drafts.take_draft(known))
+        if speculation.refuses_tail_drafts():
+            await session.end_tail_drafts()
 
     async def _next_event(self) -> Event:
         session = self._session

@@ -8,7 +8,7 @@ exchanges the messages.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -20,7 +20,7 @@ from swarm.planner.costs.chain_costs import ChainCosts
 from swarm.planner.generation.state_machine import GenerationState
 from swarm.planner.routing.prefix_affinity import prefer_cached_prefix
 from swarm.receipts import Receipt, WorkReceipt, sign_receipt
-from swarm.types import Chain, Hop, PeerId, Sampling, Taps
+from swarm.types import Chain, Hop, NodeProfile, PeerId, Sampling, Taps
 from swarm_client.auditing.auditor import Auditor
 from swarm_client.auditing.result import AuditResult
 from swarm_client.health.straggler_detector import StragglerSuspicion
@@ -34,6 +34,7 @@ from swarm_client.routing.prefix_locations import PrefixLocations
 from swarm_client.routing.router import ChainRouter
 from swarm_client.session.hop_links import HopFailed
 from swarm_client.session.inference_session import InferenceSession
+from swarm_client.session.session_drafts import TailAsk
 from swarm_client.session.session_messages import SessionSpec
 from swarm_client.trust.chain_watch import ChainWatch
 from swarm_client.trust.failures import AuditFailed, StragglerEvicted
@@ -52,6 +53,8 @@ class SessionManager:
     sampling: Sampling
     num_medusa_candidates: int = 0  # per Medusa head of the tail, if it has any, with every token
     taps: Taps | None = None  # that the drafter reads
+    tail_drafts: bool = False  # whether the tail's own drafter is used, where it has one
+    hidden_size: int = 0  # of the model, for these
     plan_chunks: bool = True  # chunk prompts by the chain's costs
     prefix_locations: PrefixLocations = field(default_factory=PrefixLocations)  # of all generations of a client
     auditor: Auditor | None = None  # likewise
@@ -80,6 +83,7 @@ class SessionManager:
             self.num_medusa_candidates,
             prompt_tokens=len(generation.request.prompt),
             taps=self.taps,
+            tail=self._tail_ask(chain, nodes, generation) if self.tail_drafts else None,
         )
         try:
             session = await InferenceSession.open(
@@ -102,6 +106,14 @@ class SessionManager:
         self.prefix_locations.record(block_hashes(generation.known), chain)
         self._note_conversation(session, generation)
         return session
+
+    def _tail_ask(
+        self, chain: Chain, nodes: Mapping[PeerId, NodeProfile], generation: GenerationState
+    ) -> TailAsk | None:
+        """None also with ends of our own: the tail's drafter would have to know the token ids."""
+        offered = nodes[chain.hops[-1].peer].drafter if self.ends is None else None
+        vocab_size = generation.request.vocab_size
+        return TailAsk(offered, self.hidden_size, vocab_size) if offered is not None and self.hidden_size else None
 
     def watch(self, session: InferenceSession) -> ChainWatch:
         """What the steps of the session take; hand it to `observe` and `done_with`."""

@@ -74,6 +74,8 @@ async def hold_ends(
         return
     if config.drafter == "medusa":
         raise UsageError("Medusa heads are at the nodes' tail, which --local-layers replaces; choose another --drafter")
+    if config.drafter == "tail":
+        raise UsageError("a tail's drafter needs token ids, which --local-layers keeps here; choose another --drafter")
     needs_torch("--local-layers, which computes layers here,")
     from swarm_client.home.served_ends import serve_ends
 

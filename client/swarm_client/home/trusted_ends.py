@@ -43,6 +43,8 @@ def trusted_ends(config: ClientConfig, client: PeerId, hidden_size: int) -> Trus
     if not config.trust:
         return None
     check_trust(config.trust)
+    if config.drafter == "tail":
+        raise UsageError("a tail's drafter is not used between --trust ends; choose another --drafter")
     if config.local_layers != NONE:
         raise UsageError("--trust and --local-layers both say who holds the ends of the model; give one of them")
     return TrustedEnds(frozenset(config.trust), client, hidden_size)

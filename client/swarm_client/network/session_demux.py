@@ -11,11 +11,13 @@ from swarm.codec import Buffer
 from swarm.errors import NetworkError, ProtocolError
 from swarm.messages import AnyMessage, ProgressReport, SessionFailed, SessionOpened, Step, StepResult
 from swarm.net.pool.migratable_link import MigratableLink
-from swarm.tap_messages import TapRows
+from swarm.tap_messages import CarriedTaps, TailDraft, TapRows
 from swarm.token_bucket import KeyedBuckets
 from swarm.types import PeerId
 
-OfASession = SessionOpened | ProgressReport | SessionFailed | StepResult | TapRows | Step | AuditReport
+OfASession = (
+    SessionOpened | ProgressReport | SessionFailed | StepResult | TailDraft | TapRows | Step | CarriedTaps | AuditReport
+)
 """What hops send to a client."""
 
 MAX_UNREAD = 256  # frames waiting in one session's queue; its steps in flight are far fewer

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from swarm.errors import ProtocolError
 from swarm.messages import Step
+from swarm.tap_messages import CarriedTaps
 from swarm.types import PeerId
 from swarm_client.home.ends import HomeEnds
 from swarm_client.home.home_edges import HomeEdges
@@ -70,15 +71,19 @@ class EdgeRelay:
             own or after in ends
         ) else after
 
-    def onward(self, peers: Sequence[PeerId], incoming: ReceivedMessage, step: Step) -> tuple[PeerId, Step] | None:
-        """To whom a step goes that came here to be forwarded along the chain `peers`, and what it becomes; None:
-        nobody waits for it. Raises ProtocolError."""
+    def onward(
+        self, peers: Sequence[PeerId], incoming: ReceivedMessage, step: Step | CarriedTaps
+    ) -> tuple[PeerId, Step | CarriedTaps] | None:
+        """To whom a step, or what it carries, goes that came here to be forwarded along the chain `peers`, and what it
+        becomes; None: nobody waits for it. Raises ProtocolError."""
         at = peers.index(incoming.peer) + 1
         if incoming.peer not in self._relayed or at == len(peers):
             raise ProtocolError(f"node {incoming.peer} answered out of turn")
         after, onward = peers[at], step
         if self._edges is None or not self._held(peers):
             return after, onward
+        if isinstance(step, CarriedTaps):
+            raise ProtocolError(f"node {incoming.peer} sent hidden states that nobody asked for")
         if incoming.peer == peers[0]:
             onward = self._edges.leaving(step)
         elif after == peers[-1]:

@@ -35,9 +35,9 @@ from swarm.net.pool.connection_pool import ConnectionPool
 from swarm.planner.generation.state_machine import SendStep
 from swarm.planner.routing.repair import Repair
 from swarm.receipts import WorkReceipt
-from swarm.tap_messages import TapRows
+from swarm.tap_messages import CarriedTaps, EndDrafts, TailDraft, TapRows
 from swarm.types import Chain, Hop, KvSource, NodeProfile, PeerId
-from swarm_client.health.stall_locator import HopProgress, StallTimer, stalled_hops
+from swarm_client.health.stall_locator import HopProgress
 from swarm_client.health.watchdog import wait_with_watchdog
 from swarm_client.home.ends import HomeEnds
 from swarm_client.home.local_layers import foreign
@@ -45,6 +45,8 @@ from swarm_client.home.trusted_ends import TrustedEnds
 from swarm_client.network.session_demux import ReceivedMessage, SessionDemux
 from swarm_client.session.edge_relay import EdgeRelay
 from swarm_client.session.hop_links import HopFailed, HopLinks
+from swarm_client.session.progress_replies import ProgressReplies
+from swarm_client.session.session_drafts import SessionDrafts
 from swarm_client.session.session_messages import (
     SessionSpec,
     kv_sources,
@@ -55,7 +57,6 @@ from swarm_client.session.session_messages import (
     replay_steps,
     step_message,
 )
-from swarm_client.session.tap_buffer import TapBuffer
 from swarm_client.trust.failures import ReportedLost
 
 
@@ -80,21 +81,19 @@ class InferenceSession:
     cached_tokens: int = 0  # tokens that all hops found in their prefix caches when the session was opened
     last_ready_chain: Chain = field(default_factory=lambda: Chain(()))
     _secret: bytes = field(default_factory=lambda: os.urandom(32), repr=False)  # of the hops' keys, see `kv_token`
-    taps: TapBuffer = field(init=False)
+    drafts: SessionDrafts = field(init=False)
     _links: HopLinks = field(init=False)
     _detached: dict[PeerId, int] = field(default_factory=dict)  # departed nodes -> tokens whose KV they still hold
     _accusers: dict[PeerId, PeerId] = field(default_factory=dict)  # hop -> the first next hop it called unreachable
     ends: HomeEnds | TrustedEnds | None = None  # the hops at this client itself, or whom it trusts
     _relay: EdgeRelay = field(init=False)
     _step: int = 0  # the last that was sent
-    _hop_progress: dict[PeerId, HopProgress] = field(default_factory=dict)  # replies to the last progress query
-    _progress_complete: asyncio.Event = field(default_factory=asyncio.Event)  # all hops have replied to it
-    _stall_timer: StallTimer = field(default_factory=StallTimer)
+    _progress: ProgressReplies = field(default_factory=ProgressReplies)
 
     def __post_init__(self) -> None:
         self._relay, ping_s = EdgeRelay(self.ends, self.spec.dtype), self._limits.ping_timeout_s
         self._links = HopLinks(self.id, lambda: self.chain.peers, ping_s, self._pool, local=self._relay.links)
-        self.taps = TapBuffer(self.spec.taps)
+        self.drafts = SessionDrafts(self.spec.taps, self.spec.tail)
 
     @classmethod
     async def open(
@@ -120,7 +119,7 @@ class InferenceSession:
             hashes = []  # cached rows have no logits
         inbox = demux.register(session)
         self = cls(session, chain, spec, pool, demux, limits, inbox, hashes, epoch, prefix_salts, ends=ends)
-        self.taps.begin(len(history))
+        self.drafts.begin(len(history))
         try:
             held = await self._open_hops(dict.fromkeys(chain.hops, 0), nodes, history)
             self.cached_tokens = min(held.values())
@@ -132,9 +131,9 @@ class InferenceSession:
 
     async def send(self, action: SendStep) -> None:
         """Send a step to the first hop. Raises HopFailed."""
-        step = step_message(self.id, action, forward_tokens=self.spec.sampling.needs_history)
+        step = step_message(self.id, action, forward_tokens=self.spec.forward_tokens)
         self._relay.sent(self.chain.peers, step)
-        self.taps.sent(action)
+        self.drafts.sent(action)
         self._step = action.step
         await self._links.send_watched(self.chain.hops[0].peer, step)
 
@@ -156,24 +155,24 @@ class InferenceSession:
 
         Only while `receive` waits, which reads the replies. Raises HopFailed.
         """
-        self._hop_progress.clear()
-        self._progress_complete.clear()
+        self._progress.begin()
         for peer in self.chain.peers:
             await self._links.send(peer, ProgressQuery(self.id))
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self._links.reply_timeout_s):
-                await self._progress_complete.wait()
-        return dict(self._hop_progress)
+        return await self._progress.wait(self._links.reply_timeout_s)
 
     def stalled_hops(self, progress: Mapping[PeerId, HopProgress]) -> tuple[tuple[PeerId, ...], float]:
         """The hops that may have stalled the last step, likeliest first; and for how long no hop has made progress,
         in seconds."""
-        lasted_s = self._stall_timer.lasted_s(progress, asyncio.get_running_loop().time())
-        return stalled_hops(self.chain.peers, progress, self._step), lasted_s
+        return self._progress.stalled(self.chain.peers, progress, self._step)
 
     async def discard_in_flight(self, epoch: int) -> None:
         """Tell every hop to drop steps before `epoch`, best effort: the next step invalidates them too, only later."""
         await self._links.broadcast(DropInFlight(self.id, epoch))
+
+    async def end_tail_drafts(self) -> None:
+        """No more drafts of the tail, best effort: what still comes is ignored."""
+        self.drafts.tail = None
+        await self._links.broadcast(EndDrafts(self.id))
 
     async def audit(self, positions: Sequence[int]) -> list[ReceivedMessage]:
         """Ask every hop for its report (`audit_messages`), with the rows at `positions`. -> the hops' replies, in
@@ -238,7 +237,8 @@ class InferenceSession:
         needed = {hop.peer for hop in kept} | {source.peer for source in sources.values()}
         await self._links.close([p for p in self._links.peers if p not in needed])
         self.chain, self.epoch = repair.chain, epoch
-        self.taps.begin(len(tokens), committed)
+        ended = hops[-1] not in kept and self.drafts.left_by(nodes.get(hops[-1].peer))
+        self.drafts.begin(len(tokens), committed)
         self._relay.repaired(committed if hops[-1] not in kept else 0)
         unchanged = leading_unchanged(self.last_ready_chain.hops, hops, kept)
         self.prefix_salts = {peer: salt for peer, salt in self.prefix_salts.items() if peer in unchanged}
@@ -261,6 +261,8 @@ class InferenceSession:
         if lacking.intersection(leading_replacements(hops, kept)):
             await self._replay(tokens[:committed])
         await self._links.close([source.peer for source in sources.values()])
+        if ended:
+            await self.end_tail_drafts()
         self.last_ready_chain = repair.chain
         self._links.failed.clear()
         self._detached.clear()
@@ -274,7 +276,7 @@ class InferenceSession:
 
     async def _replay(self, tokens: Sequence[int]) -> None:
         """Replay to a new first hop what the others hold already."""
-        forward = self.spec.sampling.needs_history
+        forward = self.spec.forward_tokens
         for step in replay_steps(self.id, self.epoch, tokens, forward_tokens=forward):
             await self._links.send_watched(self.chain.hops[0].peer, step)
 
@@ -315,7 +317,7 @@ class InferenceSession:
         message = open_message(self.id, self.spec, hop, before, after, history, source, hop_key(self._secret, hop.peer))
         salt = self.prefix_salts.get(hop.peer)
         hashes = salted(self.block_hashes, salt) if salt is not None else []
-        taps = self.taps.asked_of(hop, tail=not after)
+        taps = self.drafts.asked_of(hop, tail=not after)
         message = msgspec.structs.replace(
             message, epoch=self.epoch, replay_silent_until=silent_until, block_hashes=hashes, taps=taps
         )
@@ -342,7 +344,7 @@ class InferenceSession:
         while True:
             incoming = await self._next()
             if isinstance(incoming.message, StepResult) and incoming.peer == self.chain.peers[-1]:
-                self.taps.finished(incoming.message.step)
+                self.drafts.finished(incoming.message.step)
                 return incoming.message
 
     async def _next(self) -> ReceivedMessage:
@@ -353,20 +355,18 @@ class InferenceSession:
                 continue
             step = incoming.message
             if isinstance(step, ProgressReport):
-                self._hop_progress[incoming.peer] = HopProgress(step.received, step.completed, step.compute_ms)
-                if self._hop_progress.keys() >= set(self.chain.peers):
-                    self._progress_complete.set()
-            elif not isinstance(step, Step | TapRows):
+                self._progress.add(incoming.peer, step, self.chain.peers)
+            elif not isinstance(step, Step | CarriedTaps | TapRows | TailDraft):
                 return incoming
             elif step.epoch >= self.epoch:
                 await self._pass_on(incoming, step)
 
-    async def _pass_on(self, incoming: ReceivedMessage, message: Step | TapRows) -> None:
-        """A step to the next hop, taps to their buffer. Raises HopFailed."""
+    async def _pass_on(self, incoming: ReceivedMessage, message: Step | CarriedTaps | TapRows | TailDraft) -> None:
+        """A step and what it carries to the next hop, the rest to where it is used. Raises HopFailed."""
         onward = None
         try:
-            if isinstance(message, TapRows):
-                self.taps.add(self.chain, incoming.peer, message, incoming.body)
+            if isinstance(message, TapRows | TailDraft):
+                self.drafts.add(self.chain, incoming.peer, message, incoming.body)
             else:
                 onward = self._relay.onward(self.chain.peers, incoming, message)
         except ProtocolError as error:

@@ -13,6 +13,7 @@ from swarm.errors import NetworkError, NodeBusy, RemoteError, WrongModel
 from swarm.messages import OpenSession, SessionFailed, Step, WireSampling
 from swarm.planner.generation.state_machine import SendStep
 from swarm.types import Chain, Hop, KvSource, PeerId, Sampling, Taps
+from swarm_client.session.session_drafts import TailAsk
 
 REPLAY_ROWS = 256  # tokens of one step that is replayed to a new first hop
 
@@ -34,6 +35,12 @@ class SessionSpec:
     prompt_tokens: int = 0
     claimed: tuple[int, ...] = ()  # of a replay: the tokens after the prompt, as others sampled them
     taps: Taps | None = None  # that a drafter reads
+    tail: TailAsk | None = None  # the tail's own drafter
+
+    @property
+    def forward_tokens(self) -> bool:
+        """Whether the tail must know the token ids of all rows."""
+        return self.sampling.needs_history or self.tail is not None
 
 
 def kv_sources(

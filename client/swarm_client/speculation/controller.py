@@ -29,6 +29,8 @@ from swarm.planner.generation.state_machine import (
 )
 from swarm.planner.speculation.controller import MAX_DEPTH, Decision, SpeculationController
 from swarm.planner.speculation.forecast import DrafterProfile, Strategy
+from swarm.planner.speculation.tail_value import TailDraftValue
+from swarm.tap_messages import DraftedChildren, ReceivedDraft
 from swarm.types import Chain, Hop, TappedRows
 from swarm_client.speculation.drafters.base import NO_TAPS, CachedProposal, Candidate
 from swarm_client.speculation.drafters.base import Drafter as DraftSource
@@ -48,7 +50,11 @@ class AsyncDrafter(Protocol):
     async def reset(self, prompt_ids: Sequence[int]) -> None: ...
 
     async def extend(
-        self, tokens: Sequence[int], medusa: MedusaCandidates = (), taps: TappedRows = NO_TAPS
+        self,
+        tokens: Sequence[int],
+        medusa: MedusaCandidates = (),
+        taps: TappedRows = NO_TAPS,
+        ahead: DraftedChildren | None = None,
     ) -> None: ...
 
     async def propose_cached(self, paths: Sequence[Sequence[int]], width: int) -> CachedProposal: ...
@@ -109,6 +115,8 @@ class ClientSpeculation:
     decision: Decision | None = None
     failure: str = ""
     changes: list[str] = field(default_factory=list)
+    tail: TailDraftValue = field(default_factory=TailDraftValue)
+    tail_ended: str = ""  # why the tail is not asked for drafts any more
     _chain: Chain = field(default_factory=lambda: Chain(()))
     _controller: SpeculationController | None = None
     _in_flight: dict[int, _InFlightStep] = field(default_factory=dict)
@@ -151,15 +159,35 @@ class ClientSpeculation:
             self._choose()  # until now the cost of a draft-model call was unknown
         return DraftsProposed(tuple(map(tuple, drafts)))
 
-    async def emitted(self, tokens: Sequence[int], medusa: MedusaCandidates, taps: TappedRows = NO_TAPS) -> None:
+    async def emitted(
+        self,
+        tokens: Sequence[int],
+        medusa: MedusaCandidates,
+        taps: TappedRows = NO_TAPS,
+        draft: ReceivedDraft | None = None,
+    ) -> None:
         """These tokens are committed now; `medusa`: candidates of the tail's Medusa heads for what follows; `taps`:
-        hidden states of the text before the last of them."""
+        hidden states of the text before the last of them; `draft`: of the tail's drafter."""
+        self.tail.came(tokens, used=self.generation.policy.max_tree_rows > 0)
+        if draft is not None:
+            self.tail.received(draft.children, draft.took_ms)
         if self.failure:
             return
         try:
-            await self.drafter.extend(tokens, medusa, taps)
+            await self.drafter.extend(tokens, medusa, taps, draft.children if draft is not None else None)
         except DrafterFailed as error:
             self._fail(error)
+
+    def refuses_tail_drafts(self) -> bool:
+        """Whether drafts of the tail bring less than they take, or nobody uses them. Says so once."""
+        if not self.tail.drafts or self.tail_ended or self._controller is None:
+            return False
+        rate = self._controller.tokens_per_ms
+        if not self.failure and self.tail.pays(rate):
+            return False
+        self.tail_ended = self.failure or self.tail.explain(rate)
+        logger.info("no more drafts of the tail: %s", self.tail_ended)
+        return True
 
     def sent(self, step: SendStep) -> None:
         for other in self._in_flight.values():
@@ -214,6 +242,7 @@ class ClientSpeculation:
             "reason": self.failure or (self.decision.reason if self.decision else ""),
             "changes": list(self.changes),
             "dropped": list(self.drafter.drafter.failures),
+            **self._tail_to_json(),
             "steps": stats.steps,
             "rows": stats.rows,
             "hits": stats.accepted,
@@ -222,6 +251,14 @@ class ClientSpeculation:
             "tokens_per_step": round(len(self.generation.generated) / stats.steps, 3) if stats.steps else 0.0,
             "acceptance": [[round(p, 3) for p in row] for row in self.drafter.drafter.acceptance.table(4)],
         }
+
+    def _tail_to_json(self) -> dict[str, Any]:
+        """Nothing where the tail has sent no draft."""
+        tail = self.tail
+        if not tail.drafts:
+            return {}
+        counts = {"drafts": tail.drafts, "tokens": tail.tokens, "ms": round(tail.took_ms, 3), "ended": self.tail_ended}
+        return {"tail": counts}
 
     def _choose(self) -> None:
         if self.failure or self._controller is None:

@@ -2,14 +2,14 @@
 
 The n-gram (prompt-lookup) drafter is always on, for it costs nothing. Beside it there may be a draft model (a file that
 `swarm-draft train` made, the folder of an EAGLE-3 or DFlash drafter, the checkpoint's own MTP layer, or any local model
-with the target's vocabulary) or the Medusa heads of the tail.
+with the target's vocabulary), or what the tail has: Medusa heads, or a drafter.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,15 @@ from typing import TYPE_CHECKING
 
 from swarm.errors import DrafterFailed, ModelError
 from swarm.extras import HAS_TORCH, needs
-from swarm.planner.speculation.drafter_choice import DrafterKind, DrafterOffer, explain_choice, rank_drafters
+from swarm.planner.speculation.drafter_choice import (
+    DrafterKind,
+    DrafterOffer,
+    explain_choice,
+    explain_tail,
+    prefers_tail,
+    rank_drafters,
+)
+from swarm.planner.speculation.drafter_place import DrafterPlacement, Place, TailOffer, choose_place
 from swarm_client.speculation.controller import AsyncDrafter
 from swarm_client.speculation.drafters.base import Drafter
 from swarm_client.speculation.drafters.bundled import find_bundled
@@ -26,6 +34,7 @@ from swarm_client.speculation.drafters.inline import InlineDrafter
 from swarm_client.speculation.drafters.medusa import NUM_CANDIDATES, MedusaDrafter
 from swarm_client.speculation.drafters.mixture import MixtureDrafter
 from swarm_client.speculation.drafters.ngram import NgramDrafter
+from swarm_client.speculation.drafters.tail import TailDrafter
 from swarm_client.speculation.drafters.threaded import ThreadedDrafter
 from swarm_client.speculation.late_model import LateDrafter, LateModel
 
@@ -38,6 +47,7 @@ logger = logging.getLogger(__name__)
 
 AUTO = "auto"  # the best of what is at hand
 MEDUSA = "medusa"  # the Medusa heads of the tail
+TAIL = "tail"  # the drafter that the tail holds
 NGRAM = "ngram"  # no draft model
 MTP = "mtp"  # the checkpoint's own layer for multi-token prediction
 BUNDLED = "bundled"  # the trained draft model that is shipped for the target
@@ -53,29 +63,37 @@ class DrafterFactory:
         choice: str = "",
         *,
         medusa: bool = False,
+        tail: bool = False,
         late: LateModel | None = None,
     ) -> None:
         """`model`: makes the drafter beside the n-gram drafter; `late`: one that may be there later. `choice`: what
-        AUTO took and why. `medusa`: whether it drafts with the tail's heads."""
+        AUTO took and why. `medusa`, `tail`: whether it drafts with the tail's heads, or its drafter."""
         self._model = model
         self._late = late
         self.choice = choice
         self.num_medusa_candidates = NUM_CANDIDATES if medusa else 0
+        self.tail_drafts = tail
 
     @classmethod
-    async def load(cls, drafter: str, target: ModelSource, tokenizer: ChatTokenizer) -> DrafterFactory:
-        """`drafter`: AUTO, NGRAM, MEDUSA, MTP, BUNDLED (if there is one for the target), a trained draft's file, the
-        folder of an EAGLE-3 or DFlash drafter, here or on a hub, or a model. All but BUNDLED are waited for. Close it
-        before `target`.
+    async def load(
+        cls, drafter: str, target: ModelSource, tokenizer: ChatTokenizer, offered: TailOffer | None = None
+    ) -> DrafterFactory:
+        """`drafter`: AUTO, NGRAM, MEDUSA, TAIL, MTP, BUNDLED (if there is one for the target), a trained draft's file,
+        the folder of an EAGLE-3 or DFlash drafter, here or on a hub, or a model. All but BUNDLED are waited for. Close
+        it before `target`. `offered`: what last nodes hold, for AUTO and TAIL.
 
         One that cannot be used is logged and left out.
         """
         if drafter == MEDUSA:
             return cls(MedusaDrafter, medusa=True)
+        if drafter == TAIL:
+            said = explain_tail(offered, "it was asked for") if offered is not None else "no last node offers a drafter"
+            logger.info("%s", said)
+            return cls(TailDrafter, said, tail=True)
         if not HAS_TORCH and drafter != NGRAM:
             return cls._without_torch(drafter)
         if drafter == AUTO:
-            return await asyncio.to_thread(cls._choose, target)
+            return await asyncio.to_thread(cls._choose, target, offered)
         try:
             if drafter == BUNDLED and find_bundled(target) is not None:
                 return cls(late=LateModel(partial(_open, drafter, target, tokenizer)))
@@ -98,8 +116,8 @@ class DrafterFactory:
         raise missing
 
     @classmethod
-    def _choose(cls, target: ModelSource) -> DrafterFactory:
-        """The first of those at hand that opens."""
+    def _choose(cls, target: ModelSource, offered: TailOffer | None) -> DrafterFactory:
+        """The first of those at hand that opens, or what the tail offers."""
         from swarm_client.speculation.drafter_offers import find_offers
 
         found = find_offers(target)
@@ -108,14 +126,31 @@ class DrafterFactory:
         taken: DrafterOffer | None = None
         model: Callable[[], Drafter] | None = None
         for offer in ranking.offers:
+            if offered is not None and prefers_tail(offered, offer):
+                return cls._of_tail(offered, "the client has none of its kind or better", left_out)
             try:
                 taken, model = offer, found.open[offer]()
                 break
             except (DrafterFailed, ModelError) as error:
                 left_out.append(f"{offer}: {error}")
+        if offered is not None and taken is not None and prefers_tail(offered, taken) is None and model is not None:
+            placement = place_of(model(), offered)
+            if placement.place is Place.TAIL:
+                return cls._of_tail(offered, placement.reason, left_out)
+            left_out.append(f"{offered}: {placement.reason}")
+        elif offered is not None:
+            left_out.append(
+                f"{offered}, for the client's is of a better kind, or more last nodes would have to hold it"
+            )
         choice = explain_choice(taken, left_out)
         logger.info("%s", choice)
         return cls(model, choice, medusa=taken is not None and taken.kind is DrafterKind.MEDUSA)
+
+    @classmethod
+    def _of_tail(cls, offered: TailOffer, why: str, left_out: Sequence[str]) -> DrafterFactory:
+        choice = explain_tail(offered, why, left_out)
+        logger.info("%s", choice)
+        return cls(TailDrafter, choice, tail=True)
 
     def drafter(
         self, compile_grammar: Callable[[], GrammarState] | None = None, threads: Executor | None = None
@@ -135,6 +170,19 @@ class DrafterFactory:
     async def close(self) -> None:
         if self._late is not None:
             await self._late.close()
+
+
+def place_of(drafter: Drafter, offered: TailOffer) -> DrafterPlacement:
+    """Where a drafter is better run that the client and the tail both hold; the client's is measured."""
+    taps, client_ms = drafter.taps, None
+    try:
+        client_ms = drafter.tree_ms()
+    except (DrafterFailed, ModelError) as error:
+        logger.info("the client's own drafter fails: %s", error)
+    finally:
+        drafter.close()
+    row_bytes = taps.row_bytes if taps is not None else 0
+    return choose_place(client_ms, offered.drafter.tree_ms, offered.taps_of_hops(), row_bytes)
 
 
 def _open(drafter: str, target: ModelSource, tokenizer: ChatTokenizer) -> Callable[[], Drafter]:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from swarm.errors import DrafterFailed, SwarmError
 from swarm.net.base.tasks import TaskSet, wait_out
 from swarm.planner.generation.draft_tree import MedusaCandidates
+from swarm.tap_messages import DraftedChildren
 from swarm.types import TappedRows
 from swarm_client.speculation.drafters.base import NO_TAPS, CachedProposal, Candidate, Drafter
 from swarm_client.speculation.drafters.inline import InlineDrafter
@@ -83,9 +84,15 @@ class LateDrafter:
         self._text = list(prompt_ids)
         await self._current.reset(prompt_ids)
 
-    async def extend(self, tokens: Sequence[int], medusa: MedusaCandidates = (), taps: TappedRows = NO_TAPS) -> None:
+    async def extend(
+        self,
+        tokens: Sequence[int],
+        medusa: MedusaCandidates = (),
+        taps: TappedRows = NO_TAPS,
+        ahead: DraftedChildren | None = None,
+    ) -> None:
         self._text += tokens
-        await self._current.extend(tokens, medusa, taps)
+        await self._current.extend(tokens, medusa, taps, ahead)
         self._model.start()
         self._take_in_model()
 

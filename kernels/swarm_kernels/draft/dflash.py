@@ -17,7 +17,7 @@ from swarm.types import Taps
 from swarm_kernels.draft.dflash_file import BlockLayer, DFlashWeights, load_dflash
 from swarm_kernels.draft.dflash_session import Context, DFlashSession
 from swarm_kernels.draft.models import finite_candidates
-from swarm_kernels.draft.session import DraftCandidates
+from swarm_kernels.draft.session import DraftCachePolicy, DraftCandidates
 from swarm_kernels.draft.shared import SharedDrafts
 from swarm_kernels.draft.tapped import Pack, stacked_linear, target_ends
 from swarm_kernels.models.source import ModelSource
@@ -61,8 +61,10 @@ class DFlashDraft:
         self._rope = RopeTables((self._layer.rope,), self._layer.head_dim, self.context_length, _CPU)
         self._lock = threading.Lock()  # around the tables, which grow
 
-    def new_session(self, max_tokens: int | None = None) -> DFlashSession:
-        return DFlashSession(self, max_tokens)
+    def new_session(
+        self, max_tokens: int | None = None, policy: DraftCachePolicy = DraftCachePolicy()
+    ) -> DFlashSession:
+        return DFlashSession(self, max_tokens, policy)
 
     @torch.inference_mode()
     def project(self, tapped: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

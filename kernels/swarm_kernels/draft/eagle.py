@@ -19,7 +19,7 @@ from swarm_kernels.batch import AttentionMetadata
 from swarm_kernels.draft.eagle_file import LAYER, EagleWeights, load_eagle
 from swarm_kernels.draft.eagle_session import EagleSession
 from swarm_kernels.draft.models import finite_candidates
-from swarm_kernels.draft.session import DraftCandidates
+from swarm_kernels.draft.session import DraftCachePolicy, DraftCandidates
 from swarm_kernels.draft.shared import SharedDrafts
 from swarm_kernels.draft.tapped import Pack, stacked_linear
 from swarm_kernels.kvcache.cache import KVCacheManager, KvShape
@@ -62,8 +62,8 @@ class EagleDraft:
         layer = self._config.layer
         return KVCacheManager(KvShape(1, layer.num_kv_heads, layer.head_dim, torch.float32), max_tokens)
 
-    def new_session(self, max_tokens: int | None = None) -> EagleSession:
-        return EagleSession(self, max_tokens)
+    def new_session(self, max_tokens: int | None = None, policy: DraftCachePolicy = DraftCachePolicy()) -> EagleSession:
+        return EagleSession(self, max_tokens, policy)
 
     @torch.inference_mode()
     def fuse(self, tapped: torch.Tensor) -> torch.Tensor:

@@ -19,7 +19,7 @@ from swarm_kernels.batch import AttentionMetadata
 from swarm_kernels.draft.eagle_session import EagleSession
 from swarm_kernels.draft.models import finite_candidates, served_dtype
 from swarm_kernels.draft.mtp_source import LAYER, MtpBlock, MtpLayout, find_mtp
-from swarm_kernels.draft.session import DraftCandidates
+from swarm_kernels.draft.session import DraftCachePolicy, DraftCandidates
 from swarm_kernels.draft.shared import SharedDrafts
 from swarm_kernels.draft.tapped import Pack, target_ends
 from swarm_kernels.kvcache.cache import KVCacheManager
@@ -62,8 +62,8 @@ class MtpDraft:
         self._ids = torch.arange(target.config.vocab_size)
         self._lock = threading.Lock()  # calls on one span must not overlap
 
-    def new_session(self, max_tokens: int | None = None) -> EagleSession:
-        return EagleSession(self, max_tokens)
+    def new_session(self, max_tokens: int | None = None, policy: DraftCachePolicy = DraftCachePolicy()) -> EagleSession:
+        return EagleSession(self, max_tokens, policy)
 
     def new_cache(self, max_tokens: int) -> KVCacheManager:
         return self._span.new_cache(max_tokens)

@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 
 from swarm.types import TappedRows, Taps
-from swarm_kernels.draft.session import DraftCandidates, Path
+from swarm_kernels.draft.session import DraftCachePolicy, DraftCandidates, Path
 from swarm_kernels.models.layers import has_tied_head
 from swarm_kernels.models.source import ModelSource
 from swarm_kernels.ops import dispatch
@@ -59,7 +59,9 @@ class TappedDraft(Protocol):
     @property
     def taps(self) -> Taps: ...
 
-    def new_session(self, max_tokens: int | None = None) -> TappedSession:
+    def new_session(
+        self, max_tokens: int | None = None, policy: DraftCachePolicy = DraftCachePolicy()
+    ) -> TappedSession:
         """`max_tokens`: of the longest text; by default, and at most, the drafter's context. Raises OutOfMemory."""
         ...
 

@@ -200,6 +200,13 @@ class Executor:
             self._exclusive -= 1
         return await running
 
+    async def run_beside(self, share: Share, work: Callable[[], T]) -> tuple[T, float]:
+        """Run something on the device that touches neither the span nor its cache, after what runs there now, on the
+        account of `share`. -> what it returns, and ms."""
+        result, took_ms = await self._device.run_parts(work)
+        self._scheduler.charge(share, took_ms)
+        return result, took_ms
+
     def forget(self, key: int) -> None:
         """The session is over: no batch waits for it any more."""
         self._scheduler.forget(key)

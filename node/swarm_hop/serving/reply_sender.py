@@ -19,6 +19,7 @@ from swarm.messages import (
     Step,
 )
 from swarm.net.base.tasks import TaskSet
+from swarm.tap_messages import CarriedTaps
 from swarm_hop.serving.quotas import Quotas
 from swarm_hop.serving.session import PeerChannel
 
@@ -54,7 +55,7 @@ def failure(session: bytes, error: SwarmError, epoch: int) -> SessionFailed:
     return SessionFailed(session, error.code, str(error)[:1024], retry, epoch=epoch)
 
 
-def unknown_session(message: Step | Reroute | KvFetch) -> SessionFailed:
+def unknown_session(message: Step | CarriedTaps | Reroute | KvFetch) -> SessionFailed:
     sentence = "this node holds no such session"
     return SessionFailed(message.session, "unknown_session", sentence, epoch=epoch_of(message))
 

@@ -14,6 +14,7 @@ from swarm.block_hash import HASH_BLOCK_TOKENS
 from swarm.errors import NodeBusy, NoRoute, OutOfMemory
 from swarm.planner.scheduling.fair_shares import Share
 from swarm.types import Grammar, LayerSpan, PeerId
+from swarm_hop.drafting.tail_drafts import TailDrafts
 from swarm_hop.serving.executor import Executor, StepEngine
 from swarm_hop.serving.prefix_cache import PrefixCache
 from swarm_hop.serving.session import ActivationSpec, HopSession
@@ -50,6 +51,11 @@ class SpanEngineApi(StepEngine, Protocol):
     @property
     def session_capacity(self) -> int:
         """The most sessions whose recurrent states fit."""
+        ...
+
+    @property
+    def tail_drafts(self) -> TailDrafts | None:
+        """Of a tail that holds a drafter."""
         ...
 
     async def compile_grammar(self, grammar: Grammar, share: Share) -> GrammarState:

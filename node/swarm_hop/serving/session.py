@@ -7,6 +7,7 @@ is whatever can send a message, and KV blocks belong to the engine.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,29 +16,39 @@ from typing import Protocol
 import msgspec
 
 from swarm import kv_token
+from swarm.audit_messages import AuditQuery
 from swarm.codec import DEFAULT_LIMITS, Buffer
 from swarm.errors import ContextOverflow, InvalidRequest, NodeBusy, ProtocolError
 from swarm.messages import (
     MAX_HOPS,
     MAX_SAMPLED_ROWS,
     AnyMessage,
+    CloseSession,
     DropInFlight,
     OpenSession,
+    ProgressQuery,
     ProgressReport,
     Reroute,
     Step,
 )
 from swarm.planner.scheduling.fair_shares import Share
-from swarm.tap_messages import WireTaps
-from swarm.types import KvSource, LayerSpan, PeerId, Sampling, layers_of_hop
+from swarm.receipts import WorkReceipt
+from swarm.tap_messages import CarriedTaps, EndDrafts, WireTaps
+from swarm.types import KvSource, LayerSpan, PeerId, Sampling, layers_of_hop, tapped_row_bytes
+from swarm_hop.drafting.carried_taps import CarriedBuffer, joined, taken_apart
+from swarm_hop.drafting.tail_drafts import DraftedText
 from swarm_hop.serving.token_history import StepTokens, TokenHistory
 from swarm_kernels.models.row_layout import RowLayout
+from swarm_kernels.runtime.taps import StepTaps
 from swarm_kernels.sampling.grammar import GrammarState, TokenMask
 from swarm_kernels.sampling.validate import validate_sampling
 
 MAX_WAITING_STEPS = 64  # of one session; a client with more in flight ignores our replies
 NO_SHARE = Share()
 PREVIOUS_UPSTREAMS = 8  # that may send a late step without a protocol violation
+
+OfOwnSession = DropInFlight | ProgressQuery | AuditQuery | CloseSession | EndDrafts | WorkReceipt
+"""What only a session's client may send."""
 
 
 class PeerChannel(Protocol):
@@ -124,7 +135,10 @@ class HopSession:
     sending: asyncio.Timeout | None = None  # around a send to the next hop
     kv_key: bytes = b""  # for the token of who may fetch its keys and values, once it is detached
     kv_source: KvSource | None = None
-    taps: WireTaps | None = None  # that its client is sent
+    taps: WireTaps | None = None  # that its client is sent, or the tail's drafter
+    carried: CarriedBuffer = field(default_factory=CarriedBuffer)  # taps of steps to come, from the hops before
+    drafted: DraftedText | None = None  # at a tail whose drafter it uses
+    drafts_ended: bool = False
     acknowledged: bool = False  # its client has sent a receipt
     detached: bool = False  # it goes on elsewhere; its KV cache is kept for a transfer
     closed: bool = False
@@ -147,7 +161,8 @@ class HopSession:
         if message.taps is not None:
             if rows.layout.streams > 1:
                 raise InvalidRequest(f"hidden states of {rows.layout.streams} streams are no input of a drafter")
-            check_taps(message.taps, layers_of_hop(message.start, message.end), rows.num_layers)
+            is_tail = message.end == rows.num_layers and not message.downstream
+            check_taps(message.taps, layers_of_hop(message.start, message.end), rows.num_layers, tail=is_tail)
         return cls(
             id=message.session,
             key=key,
@@ -198,6 +213,13 @@ class HopSession:
         """Whether the client has named `heir` to go on with this session."""
         return kv_token.allows(self.kv_key, self.id, heir, token)
 
+    def accept(self, sender: PeerId, message: Step | CarriedTaps, body: Buffer) -> None:
+        """What comes from the hop before. Raises as `arrive` and `carry`."""
+        if isinstance(message, CarriedTaps):
+            self.carry(sender, message, body)
+        else:
+            self.arrive(sender, InboundStep(message, body, arrived_s=time.perf_counter()))
+
     def arrive(self, sender: PeerId, arrival: InboundStep) -> None:
         """Queue a step of `sender`. Raises ProtocolError when its form is wrong and NodeBusy when too many wait.
 
@@ -214,6 +236,33 @@ class HopSession:
         self.epoch = arrival.step.epoch
         self.received = max(self.received, arrival.step.step + 1)
         self._enqueue(arrival)
+
+    def carry(self, sender: PeerId, message: CarriedTaps, body: Buffer) -> None:
+        """Keep taps of a step to come. Raises ProtocolError for those that nobody asked for."""
+        if not self.allows(sender) and sender not in self.previous_upstreams:
+            raise ProtocolError("hidden states from a peer that is neither this session's upstream nor its client")
+        if self.drafts_ended or not self.allows(sender) or message.epoch < self.epoch:
+            return
+        if self.taps is None or not self.taps.for_tail:
+            raise ProtocolError("hidden states that this session does not carry")
+        taps = taken_apart(message.layers, body, self.tap_row_bytes, self.span)
+        if message.step >= self.completed:
+            self.carried.keep(message.step, taps)
+
+    @property
+    def tap_row_bytes(self) -> int:
+        return tapped_row_bytes(self.rows.hidden_size, self.taps.bits if self.taps is not None else 8)
+
+    def taps_for_tail(self, step: int, own: StepTaps) -> StepTaps:
+        """Those of a step that has run, this hop's own with those before them. Forgets older ones."""
+        return joined(self.carried.take(step), own, self.tap_row_bytes)
+
+    def end_drafts(self) -> None:
+        """Its client wants no more drafts of the tail; taps that are under way go nowhere."""
+        self.drafts_ended, self.drafted = True, None
+        self.carried = CarriedBuffer()
+        if self.taps is not None and self.taps.for_tail:
+            self.taps = None
 
     def redirect(self, message: Reroute) -> None:
         """Queue a new route. Raises ProtocolError when it does not fit this hop, NodeBusy when too much waits."""
@@ -323,8 +372,14 @@ def check_form(step: Step, body_bytes: int, first: bool, span: LayerSpan, rows: 
         raise ProtocolError(f"step {step.step} has a token id beyond the vocabulary of {rows.vocab_size}")
 
 
-def check_taps(taps: WireTaps, span: LayerSpan, num_layers: int) -> None:
-    """Raises ProtocolError unless they are different, ascending and those of the hop with the layers `span`."""
+def check_taps(taps: WireTaps, span: LayerSpan, num_layers: int, *, tail: bool) -> None:
+    """Raises ProtocolError unless they are different, ascending and those of the hop with the layers `span`, and go
+    where a hop such as this may send them."""
+    if taps.onward if tail else taps.draft is not None:
+        raise ProtocolError("taps go onward to the tail, which alone drafts")
+    if not taps.layers and taps.for_tail:
+        return
     last = span.end if span.end == num_layers else span.end - 1
-    if taps.layers != sorted(set(taps.layers)) or not span.start <= taps.layers[0] <= taps.layers[-1] <= last:
+    ordered = taps.layers == sorted(set(taps.layers)) != []
+    if not ordered or not span.start <= taps.layers[0] <= taps.layers[-1] <= last:
         raise ProtocolError(f"taps {taps.layers} of a hop that has those from {span.start} to {last}")

@@ -20,8 +20,9 @@ from swarm.errors import ConnectionLost, NetworkError, OutOfMemory, PeerUnreacha
 from swarm.messages import Reroute, SessionFailed, SessionOpened, Step, StepResult, WireLogprobs
 from swarm.planner.scheduling.fair_shares import Share
 from swarm.planner.scheduling.stage_times import StageTimes
-from swarm.tap_messages import TapRows
+from swarm.tap_messages import CarriedTaps, TailDraft, TapRows
 from swarm_hop.auditing.audit_replies import AuditReplies
+from swarm_hop.drafting.tail_drafts import draft_message
 from swarm_hop.serving.activation_log import ActivationLog
 from swarm_hop.serving.executor import StepOutcome, StepOutput
 from swarm_hop.serving.hop_dialer import HopDialer
@@ -84,6 +85,8 @@ class SessionRunner:
         if session.sampling.grammar is not None:
             grammar = session.sampling.grammar
             session.grammar = await served_span.engine.compile_grammar(grammar, session.share)
+        if session.taps is not None and served_span.engine.tail_drafts is not None:
+            session.drafted = served_span.engine.tail_drafts.open(session.taps, session.max_tokens)
         await self._connect(session)
         if session.kv_source is not None and await self.kv_transfer.fetch(session, served_span, session.kv_source):
             self.logs.close(session.key)  # the source of the transfer had sent these outputs
@@ -144,11 +147,25 @@ class SessionRunner:
         self.audits.record(session, step, arrival.body, output.body, output.tokens, output.margins)
         if not session.tail:
             self.logs.append(session.key, step, outcome.output.body)
+        draft = await self._draft(session, served_span, step, output)
         computed_s = time.perf_counter()
         if not session.is_replay(step):
-            await self._deliver(session, arrival.step, outcome)
+            await self._deliver(session, arrival.step, outcome, draft)
         sent_s = time.perf_counter()
         self.counters.took(step.rows, outcome, sent_s - computed_s, sent_s - arrival.arrived_s)
+
+    async def _draft(
+        self, session: HopSession, served_span: ServedSpan, step: Step, output: StepOutput
+    ) -> TailDraft | None:
+        """What the tail's drafter says after a step, if its client asked for that and the text went on."""
+        text, asked = session.drafted, session.taps.draft if session.taps is not None else None
+        if text is None or asked is None:
+            return None
+        text.follow(step, output.tokens, session.taps_for_tail(step.step, output.taps))
+        if step.epoch < session.epoch or not output.tokens or not text.due():
+            return None
+        tree, took_ms = await served_span.executor.run_beside(session.share, text.grow)
+        return draft_message(asked, step, text.position, tree, took_ms)
 
     async def _compute(self, session: HopSession, served_span: ServedSpan, step: Step, body: Buffer) -> StepOutcome:
         """Run a step that was admitted, in pieces while others wait for the device."""
@@ -174,13 +191,17 @@ class SessionRunner:
                 raise
         return await served_span.executor.run(session, piece)
 
-    async def _deliver(self, session: HopSession, step: Step, outcome: StepOutcome) -> None:
+    async def _deliver(
+        self, session: HopSession, step: Step, outcome: StepOutcome, draft: TailDraft | None = None
+    ) -> None:
         """Send the output with the step's own `committed_before` and `commit_slots`: each hop applies them itself."""
         trace = [*step.trace, (outcome.queue_ms, outcome.compute_ms)]
         sessions = max(step.active_sessions, outcome.sessions)
         output = outcome.output
         if session.tail:
             await self._send_taps(session, step, output)
+            if draft is not None:
+                await session.client.send(draft)
             if output.tokens:
                 self.counters.tokens += 1 + len(step.commit_slots)
             await session.client.send(
@@ -215,16 +236,26 @@ class SessionRunner:
             forward_tokens=step.forward_tokens,
             sample_all=step.sample_all,
         )
+        await self._carry_taps(session, step, output)
         await self._forward(session, forwarded, output.body)
         await self._send_taps(session, step, output)
 
+    async def _carry_taps(self, session: HopSession, step: Step, output: StepOutput) -> None:
+        """On to the next hop, so that the tail has them with the step."""
+        taps = session.taps_for_tail(step.step, output.taps) if session.taps and session.taps.onward else ()
+        if taps:
+            message = CarriedTaps(session.id, step.epoch, step.step, [layer for layer, _ in taps])
+            await self._forward(session, message, b"".join(rows for _, rows in taps))
+
     async def _send_taps(self, session: HopSession, step: Step, output: StepOutput) -> None:
         """To the client: at the tail before the result, which the drafter follows; else once the step went on."""
-        if step.epoch >= session.epoch:
+        if step.epoch >= session.epoch and session.taps is not None and not session.taps.for_tail:
             for layer, rows in output.taps:
                 await session.client.send(TapRows(session.id, step.epoch, step.step, layer), rows)
 
-    async def _forward(self, session: HopSession, step: Step, body: bytes | bytearray | memoryview) -> None:
+    async def _forward(
+        self, session: HopSession, step: Step | CarriedTaps, body: bytes | bytearray | memoryview
+    ) -> None:
         """Skip steps of an old epoch; a Reroute cuts the send short."""
         if session.next_hop is None or step.epoch < session.epoch:
             return

@@ -13,7 +13,6 @@ import asyncio
 import contextlib
 import itertools
 import logging
-import time
 from collections.abc import Callable, Sequence
 from types import TracebackType
 
@@ -38,6 +37,7 @@ from swarm.messages import (
 )
 from swarm.net.base.tasks import TaskSet
 from swarm.receipts import WorkReceipt
+from swarm.tap_messages import CarriedTaps, EndDrafts
 from swarm.types import LayerSpan, ModelId, PeerId
 from swarm_hop.auditing.audit_replies import AuditReplies, Sign
 from swarm_hop.serving.activation_log import ActivationLog
@@ -50,14 +50,11 @@ from swarm_hop.serving.policy import SessionPolicy
 from swarm_hop.serving.quotas import Quotas
 from swarm_hop.serving.reply_sender import ReplySender, epoch_of, failure, unknown_session
 from swarm_hop.serving.served_spans import ServedSpan, ServedSpans, SpanEngineApi
-from swarm_hop.serving.session import HopSession, InboundStep, PeerChannel
+from swarm_hop.serving.session import HopSession, OfOwnSession, PeerChannel
 from swarm_hop.serving.session_runner import Counters, SessionRunner
 from swarm_hop.sharing.shares import SharePlaces
 
 logger = logging.getLogger(__name__)
-
-OfOwnSession = DropInFlight | ProgressQuery | AuditQuery | CloseSession | WorkReceipt
-"""What only a session's client may send."""
 
 
 class SessionServer:
@@ -185,11 +182,11 @@ class SessionServer:
         """
         try:
             match message:
-                case Step():
+                case Step() | CarriedTaps():
                     self._on_step(connection, message, body)
                 case OpenSession():
                     self._on_open(connection, message)
-                case DropInFlight() | ProgressQuery() | AuditQuery() | CloseSession() | WorkReceipt():
+                case DropInFlight() | ProgressQuery() | AuditQuery() | CloseSession() | EndDrafts() | WorkReceipt():
                     session = self._owned(connection, message)
                     if session is not None:
                         self._on_owned(session, message)
@@ -238,6 +235,8 @@ class SessionServer:
                 self._replies.send_best_effort(session.client, *self.audits.report(session, message, self.served))
             case CloseSession():
                 self._drop(session, message.retain_prefix)
+            case EndDrafts():
+                session.end_drafts()
             case WorkReceipt():
                 session.acknowledge()
                 self._on_receipt(session, message)
@@ -271,7 +270,7 @@ class SessionServer:
             raise ProtocolError("only its client may close, prune or reroute a session")
         return session
 
-    def _on_step(self, connection: PeerChannel, step: Step, body: Buffer) -> None:
+    def _on_step(self, connection: PeerChannel, step: Step | CarriedTaps, body: Buffer) -> None:
         session = self._sessions.get(step.session)
         if session is None:
             # No violation: steps may be in flight when a session ends, and a hop forwards what its client made it.
@@ -281,7 +280,7 @@ class SessionServer:
             return  # its client was notified
         session.active_s = _loop_time()
         try:
-            session.arrive(connection.peer, InboundStep(step, body, arrived_s=time.perf_counter()))
+            session.accept(connection.peer, step, body)
         except ProtocolError as error:
             if session.allows(connection.peer):
                 self._fail(session, error)

@@ -16,6 +16,7 @@ from swarm.errors import ContextOverflow, SwarmError, UnsupportedRequest
 from swarm.planner.scheduling.fair_shares import Share
 from swarm.tap_messages import skipped_rows
 from swarm.types import Grammar, LayerSpan, PeerId
+from swarm_hop.drafting.tail_drafts import TailDrafts
 from swarm_hop.serving.executor import Compute, ScheduledStep, StepOutput
 from swarm_hop.serving.grammars import TailGrammars
 from swarm_hop.serving.session import ActivationSpec
@@ -84,12 +85,15 @@ class SpanEngine:
         heads: MedusaHeads | None = None,
         grammars: TailGrammars | None = None,
         watch: SplitWatch | None = None,
+        tail_drafts: TailDrafts | None = None,
     ) -> None:
         """`heads`: Medusa heads of the tail, whose candidates go to the sessions that request them. `grammars`: None
-        for a span whose sessions cannot have one. `watch`: of the core groups that compute, if there are two."""
+        for a span whose sessions cannot have one. `watch`: of the core groups that compute, if there are two.
+        `tail_drafts`: of a drafter that this tail holds."""
         self._span = span
         self._grammars = grammars
         self._watch = watch
+        self.tail_drafts = tail_drafts
         self._tail_sampler = TailSampler(span, heads)
         self.cache = cache
         self._transfer = LayerTransfer(cache, span.layers)

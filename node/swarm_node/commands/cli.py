@@ -46,6 +46,7 @@ def join(
     max_memory: flags.MaxMemory = None,
     dtype: flags.Dtype = None,
     medusa_heads: flags.MedusaHeads = None,
+    drafter: flags.Drafter = None,
     name: flags.Name = None,
     region: flags.Region = None,
     identity: flags.Identity = None,

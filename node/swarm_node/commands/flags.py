@@ -60,6 +60,13 @@ MedusaHeads = Annotated[
     Path | None,
     typer.Option(metavar="FILE", help="Medusa heads (safetensors), for clients that ask for their tokens. [none]"),
 ]
+Drafter = Annotated[
+    str | None,
+    typer.Option(
+        metavar="FOLDER",
+        help="EAGLE-3 or DFlash folder, or `mtp`: with the last layer, draft for clients that ask for it. [none]",
+    ),
+]
 Name = Annotated[str | None, typer.Option(help="How others see this node.")]
 Region = Annotated[str | None, typer.Option(help="Where it stands, as in eu-west.")]
 Identity = Annotated[

@@ -20,6 +20,7 @@ import torch
 from swarm.config import NodeConfig, state_dir
 from swarm.errors import OutOfMemory
 from swarm_kernels.device.device import available_memory, choose_device, parse_dtype
+from swarm_kernels.draft.tail import tail_drafter_bytes
 from swarm_kernels.models.native_format import native_dtype
 from swarm_kernels.models.open import open_model
 from swarm_kernels.models.source import ModelSource
@@ -44,6 +45,7 @@ class Hardware:
     medusa_heads: Path | None = None  # for the last layer
     expert_room: int = 0  # experts of one layer that it could hold for a leader, if it holds no whole layer
     lead_room: int = -1  # ... that it could hold if it led the layer; -1: it could not
+    drafter: str = ""  # for the last layer
 
     @property
     def num_layers(self) -> int:
@@ -59,6 +61,7 @@ def measure(config: NodeConfig) -> Hardware:
         dtype = given or native_dtype(source)
         memory = ModelMemory.of(source, dtype)
         budget = config.max_memory or int(POLICY.free_fraction * available_memory(device) * config.model_fraction)
+        budget -= tail_drafter_bytes(config.drafter, source) if config.drafter else 0  # it may get the last layer
         room = _room(config, source, device, memory, budget)
         if device.type == "cpu" and source.config.has_fast_path and dispatch.isa() == "reference":
             logger.warning("no compiled kernels, so this node is several times slower: %s", dispatch.describe())
@@ -69,7 +72,7 @@ def measure(config: NodeConfig) -> Hardware:
         source.close()
         raise
     facts = source, device, dtype, calibration, memory, budget
-    return Hardware(*facts, room.capacity, config.medusa_heads, room.expert_room, room.lead_room)
+    return Hardware(*facts, room.capacity, config.medusa_heads, room.expert_room, room.lead_room, config.drafter)
 
 
 async def in_thread(measuring: Callable[[], Hardware], stack: AsyncExitStack) -> Hardware:

@@ -7,6 +7,7 @@ decided by `swarm.planner.rebalancing.rebalancer`, which `maintenance` asks; how
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from swarm.planner.rebalancing.migration import SpanMove
 from swarm.planner.scheduling.layer_time import BatchStats, LayerTimeEstimator
 from swarm.planner.scheduling.work_model import WorkModel
 from swarm.types import ExpertShare, LayerSpan, NodeState
+from swarm_hop.drafting.tail_drafts import TailDrafts
 from swarm_hop.experts.expert_exchange import ExpertExchange
 from swarm_hop.experts.expert_service import ExpertService
 from swarm_hop.serving.compute_device import ThreadDevice
@@ -30,6 +32,7 @@ from swarm_hop.serving.session_server import SessionServer
 from swarm_hop.serving.span_engine import SpanEngine
 from swarm_kernels.calibration.cost_curve import measure_cost, verify_experts, verify_layer
 from swarm_kernels.draft.medusa import MedusaHeads
+from swarm_kernels.draft.tail import open_tail_drafter
 from swarm_kernels.models.config import ModelConfig
 from swarm_kernels.models.source import FetchProgress
 from swarm_kernels.ops.base.split_experts import HeldExperts
@@ -41,6 +44,8 @@ from swarm_node.membership.hardware import Hardware, memory_for
 from swarm_node.membership.lifecycle import Lifecycle
 from swarm_node.membership.policy import MembershipPolicy
 from swarm_node.membership.profiler import split_watch
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -257,7 +262,8 @@ class SpanManager:
                 path = hardware.medusa_heads if span.end == hardware.num_layers else None
                 heads = MedusaHeads.of(path, loaded, hardware.source) if path is not None else None
                 grammars = TailGrammars(partial(load_tokenizer, hardware.source), loaded.config.vocab_size)
-                return SpanEngine(loaded, loaded.new_cache(kv_tokens), heads, grammars, self._watch)
+                drafts = self._tail_drafts() if span.end == hardware.num_layers and hardware.drafter else None
+                return SpanEngine(loaded, loaded.new_cache(kv_tokens), heads, grammars, self._watch, drafts)
 
         return await self._in_thread(load)
 
@@ -290,3 +296,11 @@ class SpanManager:
             return await asyncio.to_thread(load, progress, fetched)
         finally:
             abandoned.set()
+
+    def _tail_drafts(self) -> TailDrafts:
+        """Of the drafter that this node was given. Raises ModelError, DrafterFailed, OutOfMemory."""
+        hardware = self._hardware
+        drafts = TailDrafts(open_tail_drafter(hardware.drafter, hardware.source))
+        offered = drafts.offered
+        logger.info("drafts at the tail with %s '%s': %.1f ms a tree", offered.kind, offered.name, offered.tree_ms)
+        return drafts

@@ -69,6 +69,7 @@ class NodeStatus:
             experts=lifecycle.share,
             expert_room=self.hardware.expert_room,
             lead_room=self.hardware.lead_room,
+            drafter=engine.tail_drafts.offered if engine is not None and loaded and engine.tail_drafts else None,
             published_at=now,
         )
 

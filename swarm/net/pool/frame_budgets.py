@@ -28,7 +28,7 @@ from swarm.messages import (
     Step,
     StepResult,
 )
-from swarm.tap_messages import TapRows
+from swarm.tap_messages import CarriedTaps, TailDraft, TapRows
 from swarm.token_bucket import KeyedBuckets, TokenBucket
 from swarm.types import PeerId
 
@@ -73,9 +73,11 @@ _PRICES: dict[type[AnyMessage], float] = {
     ExpertRows: 0.25,
     ExpertOutputs: 0.25,
     ExpertsRefused: 0.25,
+    CarriedTaps: 0.25,
+    TailDraft: 0.25,
 }
 _WORK = (
-    *(Step, StepResult, SessionOpened, SessionFailed, KvBlocks, TapRows),
+    *(Step, StepResult, SessionOpened, SessionFailed, KvBlocks, TapRows, CarriedTaps, TailDraft),
     *(ExpertRows, ExpertOutputs, ExpertsRefused),
 )
 _ITEMS_A_UNIT = 600  # integers decoded in 50 us
@@ -92,6 +94,8 @@ def price(message: AnyMessage) -> float:
             items = len(message.tokens) + 2 * len(message.slots) + len(message.commit_slots) + len(message.trace)
         case DropInFlight():
             items = len(message.slots)
+        case TailDraft():
+            items = 3 * len(message.tokens)
         case CloseSession():
             items = len(message.retain_prefix)
         case _:

@@ -201,6 +201,10 @@ class BatchScheduler(Generic[S]):
         for step, ms in zip(batch, expected, strict=True):
             self._shares.charge(step.share, (ratio - 1.0) * ms)
 
+    def charge(self, share: Share, took_ms: float) -> None:
+        """Work of `share` has run beside the batches."""
+        self._shares.charge(share, took_ms)
+
     def completed(self, batch: Iterable[S], took_s: float, now_s: float) -> int:
         """A batch has run, in `took_s` -> how many sessions have decoded here recently."""
         steps = list(batch)

@@ -88,6 +88,11 @@ class SpeculationController:
         """As measured."""
         return self._costs.now()
 
+    @property
+    def tokens_per_ms(self) -> float:
+        """At which tokens came lately."""
+        return self._throughput.tokens_per_ms
+
     def on_commit(
         self, seen: Observation, tokens: int, accepted: int, expected_accepted: float, took_ms: float
     ) -> None:

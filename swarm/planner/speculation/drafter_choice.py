@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+from swarm.planner.speculation.drafter_place import TailOffer
 from swarm.planner.speculation.policy import DrafterChoicePolicy
 
 
@@ -72,6 +73,23 @@ def rank_drafters(
         else:
             ranked.append(offer)
     return DrafterRanking(tuple(ranked), tuple(left_out))
+
+
+def prefers_tail(tail: TailOffer, here: DrafterOffer | None) -> bool | None:
+    """Whether the tail's drafter goes before `here`, the best that is at hand, by their kinds; None where they are of
+    one kind, so that `drafter_place` decides. One that few last nodes hold goes before nothing but Medusa heads."""
+    order = list(DrafterKind)
+    if here is None or here.kind is DrafterKind.MEDUSA:
+        return True
+    if 2 * tail.tails < tail.of:
+        return False
+    difference = order.index(DrafterKind(tail.drafter.kind)) - order.index(here.kind)
+    return None if difference == 0 else difference < 0
+
+
+def explain_tail(tail: TailOffer, why: str, left_out: Sequence[str] = ()) -> str:
+    """As `explain_choice`, where the tail's drafter is taken."""
+    return f"drafting with n-grams and {tail}, because {why}" + "".join(f"; without {clause}" for clause in left_out)
 
 
 def explain_choice(taken: DrafterOffer | None, left_out: Sequence[str] = ()) -> str:

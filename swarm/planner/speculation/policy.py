@@ -55,5 +55,24 @@ class DrafterChoicePolicy:
     max_memory_bytes: int = 4 << 30  # of the client, for as long as it runs
 
 
+@dataclass(frozen=True, slots=True)
+class TailValuePolicy:
+    """`tail_value.TailDraftValue`: how long drafts of the tail are tried before they may end."""
+
+    trial_drafts: int = 16  # fewer end bad ones sooner, and good ones by chance
+    max_unused_drafts: int = 64  # until they end, while plain decoding is the better choice
+    decay: float = 0.95  # a draft; lower follows the text faster
+
+
+@dataclass(frozen=True, slots=True)
+class PlacePolicy:
+    """`drafter_place.choose_place`: what a link is taken to carry while nobody has measured it."""
+
+    link_bytes_per_ms: float = 1250.0  # 10 Mbit/s, the upload of a home: less makes bytes count more
+    step_rows: int = 8  # rows of a usual step
+
+
 SEARCH = SearchPolicy()
+TAIL_VALUE = TailValuePolicy()
+PLACE = PlacePolicy()
 MARGINAL = MarginalPolicy()

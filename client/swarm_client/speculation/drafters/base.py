@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 from swarm.errors import UsageError
 from swarm.planner.generation.draft_tree import MedusaCandidates
+from swarm.tap_messages import DraftedChildren
 from swarm.types import TappedRows, Taps
 from swarm_client.speculation.drafters.acceptance import AcceptanceRates
 
@@ -75,10 +76,17 @@ class Drafter(ABC):
     def set_medusa_candidates(self, candidates: MedusaCandidates) -> None:  # noqa: B027, most have no use for it
         """Candidates of the tail's Medusa heads after the committed tokens; called just after `extend`."""
 
+    def set_tail_draft(self, children: DraftedChildren) -> None:  # noqa: B027, likewise
+        """What the tail's drafter says may follow the committed tokens; called just after `extend`."""
+
     @property
     def taps(self) -> Taps | None:
         """The hidden states that it reads, if any."""
         return None
+
+    def tree_ms(self) -> float:
+        """What a whole tree takes here, measured before a generation; 0 for one that needs no model."""
+        return 0.0
 
     def set_taps(self, rows: TappedRows) -> None:  # noqa: B027, likewise
         """Hidden states of the text that have come; called just before `extend`. Some may never come."""

@@ -15,6 +15,7 @@ import numpy as np
 
 from swarm.ewma import DecayedRatio
 from swarm.planner.generation.draft_tree import MedusaCandidates
+from swarm.tap_messages import DraftedChildren
 from swarm.types import TappedRows, Taps
 from swarm_client.speculation.drafters.base import MAX_REMEMBERED, CachedProposal, Candidate, Drafter, TokenPath
 from swarm_kernels.sampling.grammar import GrammarState, TokenMask
@@ -62,6 +63,9 @@ class GrammarDrafter(Drafter):
 
     def set_medusa_candidates(self, candidates: MedusaCandidates) -> None:
         self._inner.set_medusa_candidates(candidates)
+
+    def set_tail_draft(self, children: DraftedChildren) -> None:
+        self._inner.set_tail_draft(children)
 
     @property
     def taps(self) -> Taps | None:

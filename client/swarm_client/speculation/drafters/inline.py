@@ -13,6 +13,7 @@ from typing import TypeVar
 
 from swarm.errors import DrafterFailed
 from swarm.planner.generation.draft_tree import MedusaCandidates
+from swarm.tap_messages import DraftedChildren
 from swarm.types import TappedRows
 from swarm_client.speculation.drafters.base import NO_TAPS, CachedProposal, Candidate, Drafter
 
@@ -30,11 +31,19 @@ class InlineDrafter:
     async def reset(self, prompt_ids: Sequence[int]) -> None:
         await self._call(lambda: self.drafter.reset(prompt_ids))
 
-    async def extend(self, tokens: Sequence[int], medusa: MedusaCandidates = (), taps: TappedRows = NO_TAPS) -> None:
+    async def extend(
+        self,
+        tokens: Sequence[int],
+        medusa: MedusaCandidates = (),
+        taps: TappedRows = NO_TAPS,
+        ahead: DraftedChildren | None = None,
+    ) -> None:
         if taps:
             await self._call(lambda: self.drafter.set_taps(taps))
         await self._call(lambda: self.drafter.extend(tokens))
         await self._call(lambda: self.drafter.set_medusa_candidates(medusa))
+        if ahead is not None:
+            await self._call(lambda: self.drafter.set_tail_draft(ahead))
 
     async def propose_many(self, paths: Sequence[Sequence[int]], width: int) -> list[list[Candidate]]:
         return await self._call(lambda: self.drafter.propose_many(paths, width))

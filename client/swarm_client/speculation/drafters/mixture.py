@@ -17,6 +17,7 @@ from typing import TypeVar
 from swarm.errors import DrafterFailed, UsageError
 from swarm.ewma import DecayedRatio
 from swarm.planner.generation.draft_tree import MedusaCandidates
+from swarm.tap_messages import DraftedChildren
 from swarm.types import TappedRows, Taps
 from swarm_client.speculation.drafters.base import CachedProposal, Candidate, Drafter, TokenPath
 
@@ -71,6 +72,9 @@ class MixtureDrafter(Drafter):
 
     def set_medusa_candidates(self, candidates: MedusaCandidates) -> None:
         self._each(lambda member: member.set_medusa_candidates(candidates))
+
+    def set_tail_draft(self, children: DraftedChildren) -> None:
+        self._each(lambda member: member.set_tail_draft(children))
 
     @property
     def taps(self) -> Taps | None:

@@ -14,6 +14,7 @@ from swarm.errors import DrafterFailed
 from swarm.types import TappedRows, Taps
 from swarm_client.speculation.drafters.base import CachedProposal, Candidate, Drafter, TokenPath
 from swarm_kernels.draft.tapped import TappedDraft, TappedSession
+from swarm_kernels.draft.tree import measure_tree_ms
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +29,7 @@ class TappedDrafter(Drafter):
     def __init__(self, model: TappedDraft, name: str = "", max_tokens: int | None = None) -> None:
         """`max_tokens`: of prompt and answer; beyond them it proposes nothing. Raises OutOfMemory."""
         super().__init__(name or model.kind)
+        self.model = model
         self._taps = model.taps
         self._open: TappedSession | None = model.new_session(max_tokens)
         self._blind = 0  # tokens since hidden states came
@@ -39,6 +41,10 @@ class TappedDrafter(Drafter):
     def set_taps(self, rows: TappedRows) -> None:
         self._blind = 0
         self._session.add(rows)
+
+    def tree_ms(self) -> float:
+        """What a tree takes here, measured. Raises DrafterFailed, OutOfMemory."""
+        return measure_tree_ms(self.model)
 
     def close(self) -> None:
         super().close()

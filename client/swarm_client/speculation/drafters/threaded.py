@@ -16,6 +16,7 @@ from typing import TypeVar
 
 from swarm.errors import DrafterFailed
 from swarm.planner.generation.draft_tree import MedusaCandidates
+from swarm.tap_messages import DraftedChildren
 from swarm.types import TappedRows
 from swarm_client.speculation.drafters.base import NO_TAPS, CachedProposal, Candidate, Drafter
 
@@ -52,12 +53,20 @@ class ThreadedDrafter:
         await self._call(lambda: self.drafter.reset(prompt_ids), self._first_stall_s)
         self._prefilling = self._post(lambda: self.drafter.propose_many([()], 1))
 
-    async def extend(self, tokens: Sequence[int], medusa: MedusaCandidates = (), taps: TappedRows = NO_TAPS) -> None:
+    async def extend(
+        self,
+        tokens: Sequence[int],
+        medusa: MedusaCandidates = (),
+        taps: TappedRows = NO_TAPS,
+        ahead: DraftedChildren | None = None,
+    ) -> None:
         def learn() -> None:
             if taps:
                 self.drafter.set_taps(taps)
             self.drafter.extend(tokens)
             self.drafter.set_medusa_candidates(medusa)
+            if ahead is not None:
+                self.drafter.set_tail_draft(ahead)
 
         if not self.drafter.extend_is_synchronous:
             await self._call(learn, self._timeout_s())
