@@ -35,7 +35,7 @@ class SlowThinker:
     async def reset(self, prompt_ids: Sequence[int]) -> None:
         self.drafter.reset(prompt_ids)
 
-    async def extend(self, tokens: Sequence[int], hints: object = (), taps: object = ()) -> None:
+    async def extend(self, tokens: Sequence[int], hints: object = (), taps: object = (), ahead: object = None) -> None:
         self.drafter.extend(tokens)
 
     async def propose_cached(self, paths: Sequence[Sequence[int]], width: int) -> CachedProposal:
