@@ -53,6 +53,7 @@ NODE_FOLDERS = {  # a folder of the node -> those below it
     "swarm_hop.sharing": (),
     "swarm_hop.auditing": (),
     "swarm_hop.serving": ("swarm_hop.sharing", "swarm_hop.auditing"),
+    "swarm_hop.experts": ("swarm_hop.serving",),
     "swarm_node.owner": (),
     "swarm_node.network": (),
     "swarm_node.service": (),
