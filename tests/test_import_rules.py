@@ -54,6 +54,7 @@ NODE_FOLDERS = {  # a folder of the node -> those below it
     "swarm_hop.auditing": (),
     "swarm_hop.drafting": (),
     "swarm_hop.serving": ("swarm_hop.sharing", "swarm_hop.auditing", "swarm_hop.drafting"),
+    "swarm_hop.experts": ("swarm_hop.serving",),
     "swarm_node.owner": (),
     "swarm_node.network": (),
     "swarm_node.service": (),

@@ -24,8 +24,8 @@ class NodeMetrics(msgspec.Struct, frozen=True, kw_only=True):
     paused: tuple[str, ...]  # why it takes no sessions
     start: int | None
     end: int | None
-    experts: str  # those that it holds of layers that are too big for a node, for people; "" if its layers are whole
-    waits_for: str  # experts of its layers that nobody holds, for people; "": none
+    experts: str = ""  # those that it holds, for people; "" if its layers are whole
+    waits_for: str = ""  # experts of its layers that nobody holds, for people; "": none
     layer_ms: float
     layer_capacity: int
     kv_capacity_tokens: int
