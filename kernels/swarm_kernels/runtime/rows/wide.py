@@ -34,8 +34,8 @@ class StoredRows(torch.nn.Module):
         self._dtype: torch.dtype = replaced.weight.dtype
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        found, places = ids.unique(return_inverse=True)
-        wanted = found.tolist()
+        wanted = sorted(set(ids.flatten().tolist()))
+        places = torch.searchsorted(torch.tensor(wanted, device=ids.device), ids)
         if wanted and not 0 <= wanted[0] <= wanted[-1] < self._matrix.shape[0]:
             raise InvalidRequest(f"a token has no per-layer embedding: there are {self._matrix.shape[0]}")
         rows = torch.cat([self._matrix[row : row + 1] for row in wanted]).to(ids.device, self._dtype)
@@ -96,7 +96,7 @@ class WideRows:
         if rows.shape[1] != layout.width(cut):
             raise InvalidRequest(f"rows before layer {cut} have {layout.width(cut)} numbers, not {rows.shape[1]}")
         self._from = cut
-        self._inputs = rows[:, layout.per_layer_inputs(cut)].unflatten(1, (-1, layout.per_layer))
+        self._inputs = rows[:, layout.per_layer_inputs(cut)].reshape(n, -1, layout.per_layer)
         self._shared.clear()
         for keys in layout.shared_keys(cut):
             both = rows[:, keys.start : keys.start + 2 * keys.size].view(n, 2, keys.heads, keys.dim)
@@ -107,7 +107,7 @@ class WideRows:
     def states(self, rows: torch.Tensor) -> torch.Tensor:
         """The hidden states of rows at any cut: `[streams, 1, n, hidden]`, or `[1, n, hidden]` where there is one."""
         layout = self._layout
-        streams = rows[:, : layout.states].unflatten(1, (layout.streams, layout.hidden_size)).transpose(0, 1)
+        streams = rows[:, : layout.states].reshape(-1, layout.streams, layout.hidden_size).transpose(0, 1)
         return streams[:, None].contiguous() if layout.streams > 1 else streams.contiguous()
 
     def arguments(self, index: int, args: tuple[Any, ...], others: dict[str, Any]) -> tuple[Any, ...]:
