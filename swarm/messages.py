@@ -7,7 +7,6 @@ Owns the names, fields and size bounds of all messages between peers. Does not k
     hop -> hop      Step (body: hidden states), CarriedTaps, SessionFailed, KvFetch, KvBlocks (keys and values), Ping
     hop -> client   SessionOpened, SessionFailed, StepResult (from the tail), Step (on an edge that the client relays),
                     ProgressReport, AuditReport, TapRows, TailDraft, Pong
-
     hop -> experts  ExpertRows (body: rows), answered with ExpertOutputs or ExpertsRefused (`expert_messages`)
     any -> hop      RecordsQuery, answered with Records (`gossip_messages`)
 

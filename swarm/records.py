@@ -13,23 +13,21 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
 
 from swarm.errors import UNDECODABLE, ProtocolError
+from swarm.tap_messages import DrafterRecord
 from swarm.types import (
-    FINGERPRINT_BYTES,
     MAX_EXPERTS,
-    MAX_TAPS,
     UNMEASURED,
     CostCurve,
     ExpertShare,
     LayerSpan,
     NodeProfile,
     NodeState,
-    OfferedDrafter,
     PeerId,
     Snapshot,
 )
@@ -57,24 +55,6 @@ Layer = Annotated[int, Meta(ge=0, le=MAX_LAYERS)]
 Expert = Annotated[int, Meta(ge=0, le=MAX_EXPERTS)]
 Tokens = Annotated[int, Meta(ge=0, le=1 << 40)]
 OwnerTag = Annotated[bytes, Meta(min_length=_TAG_BYTES, max_length=_TAG_BYTES)]
-
-
-class DrafterRecord(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """`types.OfferedDrafter`, of a node with the last layer. `us`: what a tree takes."""
-
-    kind: Literal["eagle", "dflash", "mtp"]
-    name: Name
-    hash: Annotated[bytes, Meta(min_length=FINGERPRINT_BYTES, max_length=FINGERPRINT_BYTES)]
-    taps: Annotated[tuple[Layer, ...], Meta(min_length=1, max_length=MAX_TAPS)]
-    us: Annotated[int, Meta(ge=0, le=1 << 33)] = 0
-
-    @classmethod
-    def of(cls, offered: OfferedDrafter) -> DrafterRecord:
-        name = offered.name[:64]
-        return cls(offered.kind, name, offered.fingerprint, offered.taps, _microseconds(offered.tree_ms))  # type: ignore[arg-type]  # decoding checks the kind
-
-    def to_offered(self) -> OfferedDrafter:
-        return OfferedDrafter(self.kind, self.name, self.hash, self.taps, self.us / 1e3)
 
 
 class NodeRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=False, omit_defaults=True):

@@ -20,17 +20,36 @@ import msgspec
 from msgspec import Meta
 
 from swarm.errors import ProtocolError
-from swarm.types import FINGERPRINT_BYTES, MAX_TAPS
+from swarm.types import FINGERPRINT_BYTES, MAX_TAPS, OfferedDrafter
 from swarm.wire_types import Count, Message, Serial, SessionId, TokenId
 
 MAX_DRAFT_NODES = 64  # of one draft: more would not be worth their rows
 MAX_DRAFT_DEPTH = 16
 MAX_CENTINATS = 1 << 14  # of a log-probability
+_MAX_NAME, _MAX_US = 64, 1 << 33
 
 Fingerprint = Annotated[bytes, Meta(min_length=FINGERPRINT_BYTES, max_length=FINGERPRINT_BYTES)]
 Path = tuple[int, ...]
 DraftedChildren = Mapping[Path, tuple[tuple[int, float], ...]]
 """For each path of draft tokens below the text: (token, ln p after its parent), likeliest first."""
+
+
+class DrafterRecord(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """`types.OfferedDrafter` in the record of a node with the last layer. `us`: what a tree takes."""
+
+    kind: Literal["eagle", "dflash", "mtp"]
+    name: Annotated[str, Meta(max_length=_MAX_NAME)]
+    hash: Fingerprint
+    taps: Annotated[tuple[Annotated[int, Meta(ge=0, le=1 << 12)], ...], Meta(min_length=1, max_length=MAX_TAPS)]
+    us: Annotated[int, Meta(ge=0, le=_MAX_US)] = 0
+
+    @classmethod
+    def of(cls, offered: OfferedDrafter) -> DrafterRecord:
+        us = min(_MAX_US, max(0, round(offered.tree_ms * 1e3)))
+        return cls(offered.kind, offered.name[:_MAX_NAME], offered.fingerprint, offered.taps, us)  # type: ignore[arg-type]  # decoding checks the kind
+
+    def to_offered(self) -> OfferedDrafter:
+        return OfferedDrafter(self.kind, self.name, self.hash, self.taps, self.us / 1e3)
 
 
 class WireDraft(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
