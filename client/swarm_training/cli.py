@@ -29,6 +29,7 @@ _MODEL = typer.Option(help="A Hugging Face folder or id, a .gguf file, or a buil
 
 class Kind(StrEnum):
     DRAFT = "draft"
+    EAGLE = "eagle3"
     HEADS = "heads"
 
 
@@ -42,11 +43,23 @@ def train(
         typer.Option(help="Folder of chats and checkpoint; a run resumes from there. By default beside --out."),
     ] = None,
     kind: Annotated[
-        Kind, typer.Option(help="A draft, which clients run, or Medusa heads, which the node of the last layers runs.")
+        Kind,
+        typer.Option(
+            help="A draft of tokens alone or of hidden states too (eagle3), which clients run, or Medusa heads, which "
+            "the node of the last layers runs."
+        ),
     ] = Kind.DRAFT,
     heads: Annotated[int, typer.Option(help="Number of Medusa heads: tokens predicted ahead.")] = 4,
     base: Annotated[int, typer.Option(help="First layers of the model that the draft uses unchanged.")] = 0,
-    layers: Annotated[str, typer.Option(help="Layers of the model that the draft's own are initialized from.")] = "0",
+    layers: Annotated[
+        str | None,
+        typer.Option(
+            help="Layers of the model that the draft's own begin as; by default the first, of eagle3 the last."
+        ),
+    ] = None,
+    taps: Annotated[
+        str | None, typer.Option(help="Layers whose hidden states eagle3 reads, the last being the output.")
+    ] = None,
     tokens: Annotated[int, typer.Option(help="Tokens of chats to write before training.")] = 300_000,
     writing: Annotated[float, typer.Option(help="Fraction of the time for writing chats.")] = 0.5,
     vocabulary: Annotated[
@@ -54,29 +67,38 @@ def train(
     ] = 8192,
     batch: Annotated[int, typer.Option(help="Chats written in one batch.")] = 48,
     threads: Annotated[int | None, typer.Option(help="CPU threads; by default all.")] = None,
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; by default a GPU if there is one.")] = None,
 ) -> None:
     """Let the model write chats with itself, distill a draft or Medusa heads from them, and save these to a file."""
 
     def run_command() -> None:
+        import torch
+
         from swarm_kernels.models.open import open_model
         from swarm_kernels.ops import dispatch
-        from swarm_training.distill.recipes import HeadsRecipe, LayersRecipe
+        from swarm_training.distill.policy import OptimizerPolicy
+        from swarm_training.distill.recipes import HeadsRecipe, LayersRecipe, Recipe, TappedRecipe
         from swarm_training.distill.run import TrainingPlan
         from swarm_training.distill.run import train as run
 
         if threads is not None:
             dispatch.set_threads(threads)
+        recipe: Recipe = HeadsRecipe(heads)
+        if kind is Kind.DRAFT:
+            recipe = LayersRecipe(base, _layer_list(layers or "0"))
+        elif kind is Kind.EAGLE:
+            recipe = TappedRecipe(*(() if given is None else _layer_list(given) for given in (taps, layers)))
         plan = TrainingPlan(
             minutes,
             out,
             work or out.with_suffix(".work"),
-            HeadsRecipe(heads) if kind is Kind.HEADS else LayersRecipe(base, _layer_list(layers)),
+            recipe,
             tokens,
             writing,
             vocabulary,
             batch,
-            device,
+            device or ("cuda" if torch.cuda.is_available() else "cpu"),
+            optimizer_policy=OptimizerPolicy(peak_learning_rate=1e-3 if kind is Kind.EAGLE else 2e-3),
         )
         with _ProgressBar() as bar:
             card = run(open_model(model), plan, bar.report)

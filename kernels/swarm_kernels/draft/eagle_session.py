@@ -17,7 +17,7 @@ import torch
 
 from swarm.types import TappedRows, Taps
 from swarm_kernels.batch import AttentionMetadata
-from swarm_kernels.draft.session import DraftCachePolicy, DraftCandidates, Path
+from swarm_kernels.draft.session import DraftCachePolicy, DraftCandidates, DraftHead, Path
 from swarm_kernels.draft.tapped import decode_rows
 from swarm_kernels.kvcache.cache import KVCacheManager, StepRequest
 from swarm_kernels.kvcache.sequence import ROOT
@@ -48,8 +48,9 @@ class ChainedDraft(Protocol):
         states at t + 1."""
         ...
 
-    def propose(self, hidden: torch.Tensor, width: int) -> list[DraftCandidates]:
-        """For each row of `run` the `width` likeliest tokens at t + 2. Raises DrafterFailed if these are no numbers."""
+    def new_head(self) -> DraftHead:
+        """For one text: from rows of `run` to the likeliest tokens at t + 2. It raises DrafterFailed if these are no
+        numbers."""
         ...
 
 
@@ -70,6 +71,7 @@ class EagleSession:
     ) -> None:
         """`max_tokens`: of the longest text; by default, and at most, the drafter's context. Raises OutOfMemory."""
         self._model, self._policy = model, policy
+        self._head = model.new_head()
         self._limit = min(max_tokens or model.context_length, model.context_length)
         self._cache = model.new_cache(self._limit + 2 * policy.max_tree_slots)
         self._cache.open(_SESSION, self._limit)
@@ -83,10 +85,13 @@ class EagleSession:
     def reset(self, tokens: Sequence[int]) -> None:
         self._cache.rollback(_SESSION, 0)
         self._tokens, self._rows, self._waiting = list(tokens), {}, []
+        self._head = self._model.new_head()
+        self._head.allow(tokens)
         self._forget_tree()
 
     def extend(self, tokens: Sequence[int]) -> None:
         self._tokens += tokens
+        self._head.allow(tokens)
 
     def add(self, rows: TappedRows) -> None:
         self._waiting.append(rows)
@@ -104,7 +109,7 @@ class EagleSession:
         incomplete = [p for p in dict.fromkeys(paths) if p in self._nodes and len(self._nodes[p].candidates) < width]
         if incomplete:
             hidden = torch.stack([self._nodes[path].hidden for path in incomplete])
-            for path, candidates in zip(incomplete, self._model.propose(hidden, width), strict=True):
+            for path, candidates in zip(incomplete, self._head.propose(hidden, width), strict=True):
                 self._nodes[path].candidates = candidates
         return [self._nodes[path].candidates[:width] if path in self._nodes else [] for path in paths]
 

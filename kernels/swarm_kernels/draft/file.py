@@ -20,6 +20,7 @@ from msgspec import Meta
 from safetensors.torch import save_file
 
 from swarm.errors import UNDECODABLE, CorruptModel, ModelError, ModelNotFound
+from swarm.types import MAX_TAPS
 from swarm_kernels.models.safetensors import read_header, read_metadata, read_tensor
 from swarm_kernels.models.source import ModelFile, ModelSource
 
@@ -44,6 +45,7 @@ class DraftMetadata:
     base: _Layers  # first layers of the target that it uses unchanged
     layers: _Layers  # own layers after those
     heads: _Layers = 0  # own Medusa heads after those
+    taps: Annotated[tuple[_Layers, ...], Meta(max_length=MAX_TAPS)] = ()  # whose hidden states it reads
     trained_tokens: _Tokens = 0
     seen_tokens: _Tokens = 0  # with repetition
     date: _Name = ""
@@ -89,6 +91,8 @@ class DraftWeights:
                 if scale is not None and tuple(scale.shape) != (*tensor.shape[:1], 1):
                     raise CorruptModel(f"{path}: the scale of '{name[:80]}' does not fit it; train it again")
                 tensors[name] = tensor.float() if scale is None else tensor.float() * scale
+                if not bool(torch.isfinite(tensors[name]).all()):
+                    raise CorruptModel(f"{path}: '{name[:80]}' holds numbers that are not finite; train it again")
         return cls(card, tensors, vocabulary.long())
 
 
