@@ -17,8 +17,10 @@ from swarm_client.speculation.drafters.base import Drafter
 from swarm_client.speculation.drafters.bundled import find_bundled
 from swarm_client.speculation.drafters.medusa import MedusaDrafter
 from swarm_client.speculation.drafters.model import ModelDrafter
+from swarm_client.speculation.drafters.stored import StoredDrafter
 from swarm_client.speculation.drafters.tapped import TappedDrafter
 from swarm_kernels.device.device import single_threaded
+from swarm_kernels.draft.continuation_store import ContinuationStore
 from swarm_kernels.draft.dflash import open_dflash
 from swarm_kernels.draft.eagle import open_eagle
 from swarm_kernels.draft.file import read_card
@@ -85,9 +87,13 @@ def open_trained(path: Path, target: ModelSource) -> MakeDrafter:
     with single_threaded():
         if read_card(path).taps:
             tapped = open_tapped_draft(path, target)
-            return lambda: TappedDrafter(tapped)
+            return lambda: _with_store(TappedDrafter(tapped), tapped.store)
         trained = open_draft(path, target)
-    return lambda: ModelDrafter(trained, "trained draft")
+    return lambda: _with_store(ModelDrafter(trained, "trained draft"), trained.store)
+
+
+def _with_store(drafter: Drafter, store: ContinuationStore | None) -> Drafter:
+    return drafter if store is None else StoredDrafter(drafter, store)
 
 
 def _folders(model: Path) -> list[tuple[Path, str]]:

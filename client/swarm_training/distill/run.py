@@ -46,6 +46,7 @@ class TrainingPlan:
     tokens: int = 300_000  # of chats to write before training
     writing: float = 0.5  # fraction of the time for writing them
     vocabulary: int = 8192
+    store_tokens: int = 400_000  # of answers in the draft's file, two bytes each
     batch: int = 48
     device: str = "cpu"
     save_every_s: float = 180.0
@@ -188,6 +189,6 @@ def _export(source: ModelSource, plan: TrainingPlan, trainer: Trainer, evaluatio
         date=datetime.now(UTC).date().isoformat(),
         evaluation=evaluation,
     )
-    draft = DraftWeights(card, student.weights(), trainer.vocabulary)
+    draft = DraftWeights(card, student.weights(), trainer.vocabulary, trainer.answers(plan.store_tokens))
     draft.save(plan.out)
     return draft

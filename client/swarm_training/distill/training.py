@@ -19,10 +19,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from swarm.errors import CorruptModel
+from swarm_kernels.draft.continuation_store import END
 from swarm_kernels.models.source import ModelSource
 from swarm_kernels.ops import dispatch
 from swarm_kernels.runtime.llama_span import EMBEDDING, HEAD
-from swarm_training.distill.corpus import GIVEN, RecordedChat
+from swarm_training.distill.corpus import ANSWER, GIVEN, RecordedChat
 from swarm_training.distill.features import TeacherTopK, TrainingExample
 from swarm_training.distill.policy import OptimizerPolicy
 from swarm_training.distill.student import Student
@@ -66,6 +67,17 @@ class Trainer:
     @property
     def tokens(self) -> int:
         return sum(len(example.chat) for example in self._examples)
+
+    def answers(self, count: int) -> torch.Tensor:
+        """`[n]`: some `count` tokens of answers it learned from, END after each."""
+        parts: list[torch.Tensor] = []
+        end, size = torch.tensor([END], dtype=torch.int32), 0
+        for example in self._examples:
+            if size >= count:
+                break
+            parts += [example.chat.tokens[example.chat.origin == ANSWER], end]
+            size += len(parts[-2]) + 1
+        return torch.cat(parts) if parts else end[:0]
 
     def init_logit_scale(self) -> None:
         """Before the first step: see `Student.scale_logits`."""

@@ -18,6 +18,8 @@ from swarm_client.speculation.drafters.bundled import find_bundled
 from swarm_client.speculation.drafters.mixture import MixtureDrafter
 from swarm_client.speculation.drafters.model import ModelDrafter
 from swarm_client.speculation.drafters.ngram import NgramDrafter
+from swarm_client.speculation.drafters.stored import StoredDrafter
+from swarm_kernels.draft.continuation_store import ContinuationStore
 from swarm_kernels.draft.dflash import open_dflash
 from swarm_kernels.draft.eagle import open_eagle
 from swarm_kernels.draft.file import read_card
@@ -33,7 +35,8 @@ from swarm_training.evaluation.eval_prompts import PROMPTS
 from swarm_training.evaluation.recorded_medusa import RecordedMedusa, run_heads
 from swarm_training.evaluation.recorded_taps import RecordedTapsDrafter, record_taps
 
-MakeDrafter = Callable[[], Drafter]
+Answers = Sequence[tuple[Sequence[int], Sequence[int]]]
+Opened = tuple[Callable[[], Drafter], ContinuationStore | None]
 
 CONFIDENT = 0.9
 """Probability from which the first candidate counts as confident."""
@@ -70,9 +73,11 @@ def evaluate(
     everything = [record for kind in records.values() for record in kind]
     drafters: dict[str, Callable[[], Drafter]] = {"ngram": NgramDrafter}
     if opened is not None:
-        make = opened([(record.prompt, record.answer) for record in everything])
+        make, store = opened([(record.prompt, record.answer) for record in everything])
         drafters["draft"] = make
-        drafters["combined"] = lambda: MixtureDrafter([NgramDrafter(), make()])
+        if store is not None:
+            drafters["with_store"] = lambda: StoredDrafter(make(), store)
+        drafters["combined"] = lambda: MixtureDrafter([NgramDrafter(), drafters.get("with_store", make)()])
     if heads is not None:
         recorded = run_heads(source, heads, [(record.prompt, record.answer) for record in everything], max(RANKS))
         drafters["heads"] = lambda: RecordedMedusa(recorded)
@@ -97,22 +102,21 @@ def evaluate(
     return figures
 
 
-def _open(path: Path, source: ModelSource) -> Callable[[Sequence[tuple[Sequence[int], Sequence[int]]]], MakeDrafter]:
-    """Of a draft's file, or the folder of a drafter: from answers to what makes a drafter of them."""
+def _open(path: Path, source: ModelSource) -> Callable[[Answers], Opened]:
+    """Of a draft's file, or the folder of a drafter: from answers to what makes a drafter of them, and its store."""
     if path.is_dir():
         folder: TappedDraft = open_dflash(path, source) if drafter_kind(path) == DFLASH else open_eagle(path, source)
-        return partial(_tapped, folder, source)
+        return partial(_tapped, folder, None, source)
     if read_card(path).taps:
-        return partial(_tapped, open_tapped_draft(path, source), source)
+        tapped = open_tapped_draft(path, source)
+        return partial(_tapped, tapped, tapped.store, source)
     model = open_draft(path, source)
-    return lambda answers: lambda: ModelDrafter(model)
+    return lambda answers: (lambda: ModelDrafter(model), model.store)
 
 
-def _tapped(
-    model: TappedDraft, source: ModelSource, answers: Sequence[tuple[Sequence[int], Sequence[int]]]
-) -> MakeDrafter:
+def _tapped(model: TappedDraft, store: ContinuationStore | None, source: ModelSource, answers: Answers) -> Opened:
     recorded = record_taps(source, answers, model.taps)
-    return lambda: RecordedTapsDrafter(model, recorded)
+    return (lambda: RecordedTapsDrafter(model, recorded)), store
 
 
 def record(

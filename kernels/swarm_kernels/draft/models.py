@@ -16,6 +16,7 @@ import torch
 from swarm.errors import CorruptModel, DrafterFailed, UnsupportedModel
 from swarm.types import LayerSpan
 from swarm_kernels.batch import AttentionMetadata
+from swarm_kernels.draft.continuation_store import ContinuationStore
 from swarm_kernels.draft.file import FINAL_NORM, DraftWeights
 from swarm_kernels.draft.session import DraftCandidates
 from swarm_kernels.draft.shared import SharedDrafts
@@ -90,6 +91,7 @@ class TrainedDraft:
         self._span = SharedSpan(load_span(DraftSource(weights, target), layers, torch.int8))
         self._norm, self._eps = norm, config.rms_norm_eps
         self._vocabulary = TrimmedVocabulary(target, weights.vocabulary)
+        self.store = ContinuationStore(weights.texts) if len(weights.texts) else None
 
     def new_cache(self, max_tokens: int) -> KVCacheManager:
         return self._span.new_cache(max_tokens)

@@ -16,6 +16,7 @@ import torch
 from swarm.errors import CorruptModel, DrafterFailed, UnsupportedModel
 from swarm.types import LayerSpan, Taps
 from swarm_kernels.batch import AttentionMetadata
+from swarm_kernels.draft.continuation_store import ContinuationStore
 from swarm_kernels.draft.eagle_session import EagleSession
 from swarm_kernels.draft.file import FINAL_NORM, DraftWeights
 from swarm_kernels.draft.models import DraftSource, SharedSpan, TrimmedVocabHead, TrimmedVocabulary
@@ -53,6 +54,7 @@ class TappedTrainedDraft:
         self._embedding_norm, self._state_norm = tensors[EMBEDDING_NORM], tensors[STATE_NORM]
         self._norm, self._eps = tensors[FINAL_NORM], config.rms_norm_eps
         self._vocabulary = TrimmedVocabulary(target, weights.vocabulary)
+        self.store = ContinuationStore(weights.texts) if len(weights.texts) else None
 
     def new_session(self, max_tokens: int | None = None) -> EagleSession:
         return EagleSession(self, max_tokens)
