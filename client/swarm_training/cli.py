@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -16,6 +16,9 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 
 from swarm.command_line import program
 from swarm.errors import SwarmError, UsageError
+
+if TYPE_CHECKING:  # torch takes seconds, which --help need not wait for
+    from swarm_training.distill.recipes import Recipe
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -72,39 +75,41 @@ def train(
     """Let the model write chats with itself, distill a draft or Medusa heads from them, and save these to a file."""
 
     def run_command() -> None:
-        import torch
-
         from swarm_kernels.models.open import open_model
-        from swarm_kernels.ops import dispatch
-        from swarm_training.distill.policy import OptimizerPolicy
-        from swarm_training.distill.recipes import HeadsRecipe, LayersRecipe, Recipe, TappedRecipe
         from swarm_training.distill.run import TrainingPlan
         from swarm_training.distill.run import train as run
 
-        if threads is not None:
-            dispatch.set_threads(threads)
-        recipe: Recipe = HeadsRecipe(heads)
-        if kind is Kind.DRAFT:
-            recipe = LayersRecipe(base, _layer_list(layers or "0"))
-        elif kind is Kind.EAGLE:
-            recipe = TappedRecipe(*(() if given is None else _layer_list(given) for given in (taps, layers)))
-        plan = TrainingPlan(
-            minutes,
-            out,
-            work or out.with_suffix(".work"),
-            recipe,
-            tokens,
-            writing,
-            vocabulary,
-            batch,
-            device or ("cuda" if torch.cuda.is_available() else "cpu"),
-            optimizer_policy=OptimizerPolicy(peak_learning_rate=1e-3 if kind is Kind.EAGLE else 2e-3),
-        )
+        recipe = _recipe(kind, heads, base, layers, taps)
+        where = _device(device, threads)
+        folder = work or out.with_suffix(".work")
+        plan = TrainingPlan(minutes, out, folder, recipe, tokens, writing, vocabulary, batch=batch, device=where)
         with _ProgressBar() as bar:
             card = run(open_model(model), plan, bar.report)
         _print(json.dumps(card.evaluation))
 
     _exit_on_error(run_command)
+
+
+def _recipe(kind: Kind, heads: int, base: int, layers: str | None, taps: str | None) -> Recipe:
+    """Raises UsageError."""
+    from swarm_training.distill.recipes import HeadsRecipe, LayersRecipe, TappedRecipe
+
+    if kind is Kind.HEADS:
+        return HeadsRecipe(heads)
+    if kind is Kind.DRAFT:
+        return LayersRecipe(base, _layer_list(layers or "0"))
+    return TappedRecipe(_layer_list(taps) if taps else (), _layer_list(layers) if layers else ())
+
+
+def _device(device: str | None, threads: int | None) -> str:
+    """Which one, having set the threads of its processor."""
+    import torch
+
+    from swarm_kernels.ops import dispatch
+
+    if threads is not None:
+        dispatch.set_threads(threads)
+    return device or ("cuda" if torch.cuda.is_available() else "cpu")
 
 
 @app.command("eval")

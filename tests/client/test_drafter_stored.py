@@ -12,7 +12,7 @@ from swarm.types import TappedRows, Taps
 from swarm_client.speculation.drafters.base import CachedProposal, Candidate, Drafter, TokenPath
 from swarm_client.speculation.drafters.mixture import MixtureDrafter
 from swarm_client.speculation.drafters.ngram import NgramDrafter
-from swarm_client.speculation.drafters.stored import StoredDrafter, StorePolicy
+from swarm_client.speculation.drafters.stored import StoredDrafter, StoreTrustPolicy
 from swarm_kernels.draft.continuation_store import END, ContinuationStore
 
 STORE = ContinuationStore(torch.tensor([1, 2, 3, 4, 5, END, 1, 2, 3, 4, 6, END, 1, 2, 3, 4, 5, END]))
@@ -50,7 +50,7 @@ class Sure(Drafter):
 
 
 def test_the_store_speaks_at_once_and_the_drafter_when_it_is_called() -> None:
-    drafter = StoredDrafter(Sure(), STORE, StorePolicy(weights=(0.0, 0.0, 0.5, 0.5, 0.5, 0.5, 0.5)))
+    drafter = StoredDrafter(Sure(), STORE, StoreTrustPolicy(weights=(0.0, 0.0, 0.5, 0.5, 0.5, 0.5, 0.5)))
     drafter.reset([7, 1, 2, 3, 4])
     (early,), (left,) = drafter.propose_cached([()], 4)
     assert [c.token for c in early] == [5, 6]

@@ -27,7 +27,7 @@ class OptimizerPolicy:
     """Hyperparameters of a student."""
 
     batch_chats: int = 8  # chats per step
-    peak_learning_rate: float = 2e-3
+    peak_learning_rate: float = 2e-3  # each recipe's own
     min_learning_rate: float = 0.02  # at the end, as a fraction of the peak
     warmup_steps: int = 30
     weight_decay: float = 0.01  # of matrices

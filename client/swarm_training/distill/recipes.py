@@ -15,6 +15,9 @@ from swarm_training.distill.tapped_student import TappedStudent
 
 class Recipe(Protocol):
     @property
+    def peak_learning_rate(self) -> float: ...
+
+    @property
     def checkpoint(self) -> str:
         """Its file name in the work folder; each kind has its own, and the chats are shared."""
         ...
@@ -39,6 +42,7 @@ class LayersRecipe:
 
     base: int = 0
     copied: tuple[int, ...] = (0,)
+    peak_learning_rate: float = 2e-3
     checkpoint: str = "training.safetensors"
 
     def taps(self, num_layers: int) -> tuple[int, ...]:
@@ -57,6 +61,7 @@ class HeadsRecipe:
     """Medusa heads, for the tail: head k predicts the token k + 2 positions after its input state."""
 
     count: int = 4
+    peak_learning_rate: float = 2e-3
     checkpoint: str = "training-heads.safetensors"
 
     def taps(self, num_layers: int) -> tuple[int, ...]:
@@ -77,6 +82,7 @@ class TappedRecipe:
     layers: tuple[int, ...] = ()
     copied: tuple[int, ...] = ()  # layers of the target that its own begin as; by default the last one
     levels: int = 3  # tokens ahead that it learns, each on its own states for those before
+    peak_learning_rate: float = 1e-3  # it starts from a solution, which larger steps destroy
     checkpoint: str = "training-eagle.safetensors"
 
     def taps(self, num_layers: int) -> tuple[int, ...]:

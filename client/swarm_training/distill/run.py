@@ -140,7 +140,8 @@ def _trainer(source: ModelSource, plan: TrainingPlan, student: Student, examples
         if resumed
         else frequent_tokens([example.chat for example in examples], plan.vocabulary, source.config.vocab_size)
     )
-    trainer = Trainer(source, student, vocabulary, torch.device(plan.device), plan.optimizer_policy)
+    policy = replace(plan.optimizer_policy, peak_learning_rate=plan.recipe.peak_learning_rate)
+    trainer = Trainer(source, student, vocabulary, torch.device(plan.device), policy)
     trainer.add(examples)
     if resumed:
         trainer.resume(checkpoint)
@@ -157,9 +158,9 @@ def _learn(
     report: Report,
     started: float,
     clock: Callable[[], float],
-) -> list[tuple[int, float]]:
+) -> list[list[float]]:
     """-> the loss, by tokens seen."""
-    curve: list[tuple[int, float]] = []
+    curve: list[list[float]] = []
     began, deadline = clock(), started + plan.minutes * 60
     saved, seen = began, trainer.seen
     loss, min_rate = 0.0, plan.optimizer_policy.min_learning_rate
@@ -170,14 +171,14 @@ def _learn(
         loss = value if not loss else 0.95 * loss + 0.05 * value
         speed = (trainer.seen - seen) / max(1e-9, clock() - began)
         if fraction * _CURVE_POINTS >= len(curve):
-            curve.append((trainer.seen, round(loss, 3)))
+            curve.append([trainer.seen, round(loss, 3)])
         report("learning", fraction, f"loss {loss:.3f}, {trainer.steps} steps, {speed:.0f} tokens a second")
         if clock() - saved > plan.save_every_s:
             trainer.save(plan.work / plan.recipe.checkpoint)
             _export(source, plan, trainer, {})
             saved = clock()
     trainer.save(plan.work / plan.recipe.checkpoint)
-    return [*curve, (trainer.seen, round(loss, 3))]
+    return [*curve, [trainer.seen, round(loss, 3)]]
 
 
 def _export(source: ModelSource, plan: TrainingPlan, trainer: Trainer, evaluation: dict[str, Any]) -> DraftWeights:
@@ -189,6 +190,7 @@ def _export(source: ModelSource, plan: TrainingPlan, trainer: Trainer, evaluatio
         date=datetime.now(UTC).date().isoformat(),
         evaluation=evaluation,
     )
-    draft = DraftWeights(card, student.weights(), trainer.vocabulary, trainer.answers(plan.store_tokens))
+    texts = trainer.answers(0 if card.heads else plan.store_tokens)
+    draft = DraftWeights(card, student.weights(), trainer.vocabulary, texts)
     draft.save(plan.out)
     return draft

@@ -172,7 +172,8 @@ class ChatGenerator:
         )
         self._cache.open(chat.key, self._reserved)
         if rng.random() < self._policy.whole_prompt_prob:
-            chat.ask(self._tokenizer.apply_chat_template([{"role": "user", "content": whole_prompt(rng)}]))
+            before, after, *_ = _template(self._tokenizer, SeedPrompt(None, whole_prompt(rng), 1.0))
+            chat.ask([*before, *after])
         else:
             chat.add_template(template[0])
         return chat

@@ -52,6 +52,7 @@ class TappedStudent(Student):
         self.embedding_norm, self.state_norm = nn.Parameter(torch.ones(hidden)), nn.Parameter(torch.ones(hidden))
         self.projection = nn.Parameter(torch.zeros(hidden, 2 * hidden))  # of token and state
         self.tap_scale = nn.Parameter(torch.ones(len(taps) * hidden), requires_grad=False)
+        self._embedding: torch.Tensor
         self.register_buffer("_embedding", source.tensor(EMBEDDING).bfloat16(), persistent=False)
         self._rope = RopeTable(config.rope, config.head_dim, config.context_length, torch.device("cpu"))
 
@@ -125,7 +126,7 @@ class TappedStudent(Student):
         return DraftMetadata(model, weight_hash, 0, len(self.own), taps=self.taps)
 
     def weights(self) -> dict[str, torch.Tensor]:
-        tensors = {
+        tensors: dict[str, torch.Tensor] = {
             FINAL_NORM: self.norm,
             EMBEDDING_NORM: self.embedding_norm,
             STATE_NORM: self.state_norm,
@@ -133,7 +134,7 @@ class TappedStudent(Student):
         }
         tensors |= {FUSE: self.fuse, PROJECTION: self.projection}
         for number, layer in enumerate(self.own):
-            tensors |= {f"model.layers.{number}.{name}": weight for name, weight in layer.named_weights()}
+            tensors.update({f"model.layers.{number}.{name}": weight for name, weight in layer.named_weights()})
         return {name: tensor.detach() for name, tensor in tensors.items()}
 
     def _normed(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

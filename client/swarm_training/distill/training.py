@@ -192,7 +192,7 @@ class Trainer:
         probs = targets.logprobs.exp() * in_vocabulary
         probs = probs / probs.sum(-1, keepdim=True).clamp_min(1e-6)
         probs[:, 0] += self._policy.top1_weight * in_vocabulary[:, 0]
-        loss: torch.Tensor = SoftCrossEntropy.apply(states, self._head, columns.clamp_min(0), probs)
+        loss: torch.Tensor = SoftCrossEntropy.apply(states, self._head, columns.clamp_min(0), probs)  # type: ignore[no-untyped-call]
         return loss / (max(1, len(states)) * (1 + self._policy.top1_weight))
 
 

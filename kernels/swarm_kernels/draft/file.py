@@ -69,7 +69,7 @@ class DraftWeights:
         """`quantize`: matrices as int8, a quarter of the size of fp32; else bf16."""
         stored: dict[str, torch.Tensor] = {_VOCABULARY: self.vocabulary.to(torch.int32).contiguous()}
         if len(self.texts):
-            stored[_TEXT_IDS], numbers = self.texts.to(torch.int32).unique(return_inverse=True)
+            stored[_TEXT_IDS], numbers = torch.unique(self.texts.to(torch.int32), return_inverse=True)
             stored[_TEXTS] = numbers.to(torch.int32 if len(stored[_TEXT_IDS]) > _SHORT else torch.int16)
         for name, tensor in self.tensors.items():
             if tensor.dim() == 2 and quantize:

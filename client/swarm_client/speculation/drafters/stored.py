@@ -17,7 +17,7 @@ from swarm_kernels.draft.continuation_store import LONGEST, Continuations, Conti
 
 
 @dataclass(frozen=True, slots=True)
-class StorePolicy:
+class StoreTrustPolicy:
     """`weights`: of the store, by the length of its match from 0 on; the drafter has the rest."""
 
     weights: tuple[float, ...] = (0.0, 0.0, 0.15, 0.3, 0.4, 0.45, 0.5)
@@ -28,7 +28,7 @@ class StoredDrafter(Drafter):
     """`inner`'s drafts and the store's. What the store says takes microseconds, so it is there before `inner` is
     called."""
 
-    def __init__(self, inner: Drafter, store: ContinuationStore, policy: StorePolicy = StorePolicy()) -> None:
+    def __init__(self, inner: Drafter, store: ContinuationStore, policy: StoreTrustPolicy = StoreTrustPolicy()) -> None:
         super().__init__(inner.name)
         self._inner, self._store, self._policy = inner, store, policy
         self._end: list[int] = []  # of the text
