@@ -68,7 +68,7 @@ def evaluate(
     path = draft or (None if heads is not None else find_bundled(source))
     if path is None and heads is None:
         raise DrafterFailed(f"there is no bundled draft for {source.name}; make one with 'swarm-draft train'")
-    opened = _open(path, source) if path is not None else None
+    opened = open_recorded(path, source) if path is not None else None
     records = record(source, tokens, report)
     everything = [record for kind in records.values() for record in kind]
     drafters: dict[str, Callable[[], Drafter]] = {"ngram": NgramDrafter}
@@ -102,7 +102,7 @@ def evaluate(
     return figures
 
 
-def _open(path: Path, source: ModelSource) -> Callable[[Answers], Opened]:
+def open_recorded(path: Path, source: ModelSource) -> Callable[[Answers], Opened]:
     """Of a draft's file, or the folder of a drafter: from answers to what makes a drafter of them, and its store."""
     if path.is_dir():
         folder: TappedDraft = open_dflash(path, source) if drafter_kind(path) == DFLASH else open_eagle(path, source)

@@ -97,9 +97,10 @@ class EagleSession:
         self._waiting.append(rows)
 
     def propose(self, paths: Sequence[Path], width: int) -> list[DraftCandidates]:
+        asked, paths = paths, [path for path in paths if len(path) <= self._policy.max_own_levels]
         longest = max((len(path) for path in paths), default=0)
         if not paths or len(self._tokens) + longest > self._limit or not self._follow_text():
-            return [[] for _ in paths]
+            return [[] for _ in asked]
         missing = sorted({p[:end] for p in paths for end in range(1, len(p) + 1)} - self._nodes.keys(), key=_by_length)
         if len(missing) > len(self._free):
             self._drop_tree()
@@ -111,12 +112,13 @@ class EagleSession:
             hidden = torch.stack([self._nodes[path].hidden for path in incomplete])
             for path, candidates in zip(incomplete, self._head.propose(hidden, width), strict=True):
                 self._nodes[path].candidates = candidates
-        return [self._nodes[path].candidates[:width] if path in self._nodes else [] for path in paths]
+        return [self._nodes[path].candidates[:width] if path in self._nodes else [] for path in asked]
 
     def known(self, paths: Sequence[Path], width: int) -> list[DraftCandidates | None]:
         current = self._first + self._cache.length(_SESSION) == len(self._tokens) - 1 and () in self._nodes
         nodes = [self._nodes.get(path) if current else None for path in paths]
-        return [n.candidates[:width] if n is not None and len(n.candidates) >= width else None for n in nodes]
+        known = [n.candidates[:width] if n is not None and len(n.candidates) >= width else None for n in nodes]
+        return [[] if len(path) > self._policy.max_own_levels else k for path, k in zip(paths, known, strict=True)]
 
     def _follow_text(self) -> bool:
         """Compute the rows of the text that have come. -> whether there is one of the last token but one."""
