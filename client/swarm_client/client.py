@@ -326,7 +326,7 @@ class SwarmClient:
             source.name,
             sampling,
             num_medusa_candidates=self._drafter_factory.num_medusa_candidates if speculation is not None else 0,
-            taps=speculation.drafter.drafter.taps if speculation is not None else None,
+            taps=speculation.drafter.taps if speculation is not None else None,
             tail_drafts=self._drafter_factory.tail_drafts and speculation is not None,
             hidden_size=source.config.hidden_size,
             plan_chunks=self.config.prefill_chunk is None,

@@ -28,7 +28,7 @@ from swarm.planner.speculation.drafter_choice import (
 from swarm.planner.speculation.drafter_place import DrafterPlacement, Place, TailOffer, choose_place
 from swarm_client.speculation.controller import AsyncDrafter
 from swarm_client.speculation.drafters.base import Drafter
-from swarm_client.speculation.drafters.bundled import find_bundled
+from swarm_client.speculation.drafters.bundled import find_bundled, taps_of
 from swarm_client.speculation.drafters.grammar import GrammarDrafter
 from swarm_client.speculation.drafters.inline import InlineDrafter
 from swarm_client.speculation.drafters.medusa import NUM_CANDIDATES, MedusaDrafter
@@ -95,8 +95,8 @@ class DrafterFactory:
         if drafter == AUTO:
             return await asyncio.to_thread(cls._choose, target, offered)
         try:
-            if drafter == BUNDLED and find_bundled(target) is not None:
-                return cls(late=LateModel(partial(_open, drafter, target, tokenizer)))
+            if drafter == BUNDLED and (bundled := find_bundled(target)) is not None:
+                return cls(late=LateModel(partial(_open, drafter, target, tokenizer), taps_of(bundled, target)))
             if drafter in (NGRAM, BUNDLED):
                 return cls()
             return cls(await asyncio.to_thread(_open, drafter, target, tokenizer))

@@ -12,6 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from swarm.errors import UNDECODABLE, CorruptModel, ModelError, ModelNotFound
+from swarm.types import MAX_TAPS
 from swarm_kernels.models.safetensors import read_metadata
 from swarm_kernels.models.source import ModelFile
 
@@ -32,6 +33,7 @@ class DraftMetadata:
     base: _Layers  # first layers of the target that it uses unchanged
     layers: _Layers  # own layers after those
     heads: _Layers = 0  # own Medusa heads after those
+    taps: Annotated[tuple[_Layers, ...], Meta(max_length=MAX_TAPS)] = ()  # whose hidden states it reads
     trained_tokens: _Tokens = 0
     seen_tokens: _Tokens = 0  # with repetition
     date: _Name = ""

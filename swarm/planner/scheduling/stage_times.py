@@ -6,6 +6,7 @@ Owns the sums. Knows no clock: times come with the calls.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import msgspec
 
@@ -47,5 +48,5 @@ class StageTimes(msgspec.Struct, frozen=True):
         """By stage; empty without steps."""
         return {stage: getattr(self, stage) / self.steps for stage in STAGES} if self.steps else {}
 
-    def _values(self) -> Iterator[float]:
+    def _values(self) -> Iterator[Any]:
         return (getattr(self, name) for name in self.__struct_fields__)
