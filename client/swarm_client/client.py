@@ -322,7 +322,7 @@ class SwarmClient:
             source.name,
             sampling,
             num_medusa_candidates=self._drafter_factory.num_medusa_candidates if speculation is not None else 0,
-            taps=speculation.drafter.drafter.taps if speculation is not None else None,
+            taps=speculation.drafter.taps if speculation is not None else None,
             plan_chunks=self.config.prefill_chunk is None,
             prefix_locations=self._prefix_locations,
             auditor=self._auditor,

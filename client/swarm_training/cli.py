@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -16,6 +16,9 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 
 from swarm.command_line import program
 from swarm.errors import SwarmError, UsageError
+
+if TYPE_CHECKING:  # torch takes seconds, which --help need not wait for
+    from swarm_training.distill.recipes import Recipe
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -29,6 +32,7 @@ _MODEL = typer.Option(help="A Hugging Face folder or id, a .gguf file, or a buil
 
 class Kind(StrEnum):
     DRAFT = "draft"
+    EAGLE = "eagle3"
     HEADS = "heads"
 
 
@@ -42,11 +46,23 @@ def train(
         typer.Option(help="Folder of chats and checkpoint; a run resumes from there. By default beside --out."),
     ] = None,
     kind: Annotated[
-        Kind, typer.Option(help="A draft, which clients run, or Medusa heads, which the node of the last layers runs.")
+        Kind,
+        typer.Option(
+            help="A draft of tokens alone or of hidden states too (eagle3), which clients run, or Medusa heads, which "
+            "the node of the last layers runs."
+        ),
     ] = Kind.DRAFT,
     heads: Annotated[int, typer.Option(help="Number of Medusa heads: tokens predicted ahead.")] = 4,
     base: Annotated[int, typer.Option(help="First layers of the model that the draft uses unchanged.")] = 0,
-    layers: Annotated[str, typer.Option(help="Layers of the model that the draft's own are initialized from.")] = "0",
+    layers: Annotated[
+        str | None,
+        typer.Option(
+            help="Layers of the model that the draft's own begin as; by default the first, of eagle3 the last."
+        ),
+    ] = None,
+    taps: Annotated[
+        str | None, typer.Option(help="Layers whose hidden states eagle3 reads, the last being the output.")
+    ] = None,
     tokens: Annotated[int, typer.Option(help="Tokens of chats to write before training.")] = 300_000,
     writing: Annotated[float, typer.Option(help="Fraction of the time for writing chats.")] = 0.5,
     vocabulary: Annotated[
@@ -54,35 +70,46 @@ def train(
     ] = 8192,
     batch: Annotated[int, typer.Option(help="Chats written in one batch.")] = 48,
     threads: Annotated[int | None, typer.Option(help="CPU threads; by default all.")] = None,
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; by default a GPU if there is one.")] = None,
 ) -> None:
     """Let the model write chats with itself, distill a draft or Medusa heads from them, and save these to a file."""
 
     def run_command() -> None:
         from swarm_kernels.models.open import open_model
-        from swarm_kernels.ops import dispatch
-        from swarm_training.distill.recipes import HeadsRecipe, LayersRecipe
         from swarm_training.distill.run import TrainingPlan
         from swarm_training.distill.run import train as run
 
-        if threads is not None:
-            dispatch.set_threads(threads)
-        plan = TrainingPlan(
-            minutes,
-            out,
-            work or out.with_suffix(".work"),
-            HeadsRecipe(heads) if kind is Kind.HEADS else LayersRecipe(base, _layer_list(layers)),
-            tokens,
-            writing,
-            vocabulary,
-            batch,
-            device,
-        )
+        recipe = _recipe(kind, heads, base, layers, taps)
+        where = _device(device, threads)
+        folder = work or out.with_suffix(".work")
+        plan = TrainingPlan(minutes, out, folder, recipe, tokens, writing, vocabulary, batch=batch, device=where)
         with _ProgressBar() as bar:
             card = run(open_model(model), plan, bar.report)
         _print(json.dumps(card.evaluation))
 
     _exit_on_error(run_command)
+
+
+def _recipe(kind: Kind, heads: int, base: int, layers: str | None, taps: str | None) -> Recipe:
+    """Raises UsageError."""
+    from swarm_training.distill.recipes import HeadsRecipe, LayersRecipe, TappedRecipe
+
+    if kind is Kind.HEADS:
+        return HeadsRecipe(heads)
+    if kind is Kind.DRAFT:
+        return LayersRecipe(base, _layer_list(layers or "0"))
+    return TappedRecipe(_layer_list(taps) if taps else (), _layer_list(layers) if layers else ())
+
+
+def _device(device: str | None, threads: int | None) -> str:
+    """Which one, having set the threads of its processor."""
+    import torch
+
+    from swarm_kernels.ops import dispatch
+
+    if threads is not None:
+        dispatch.set_threads(threads)
+    return device or ("cuda" if torch.cuda.is_available() else "cpu")
 
 
 @app.command("eval")

@@ -12,6 +12,7 @@ import pytest
 from virtual_clock import virtual_time
 
 from swarm.errors import DrafterFailed
+from swarm.types import TappedRow, TappedRows, Taps
 from swarm_client.speculation.drafter_factory import BUNDLED, DrafterFactory
 from swarm_client.speculation.drafters.base import Candidate, Drafter, TokenPath
 from swarm_client.speculation.drafters.mixture import MixtureDrafter
@@ -28,6 +29,14 @@ class Counting(Drafter):
         self.gate, self.broken = gate, broken
         self.known = 0
         self.closed = False
+        self.rows: dict[int, TappedRow] = {}
+
+    @property
+    def taps(self) -> Taps | None:
+        return Taps((1,), 4)
+
+    def set_taps(self, rows: TappedRows) -> None:
+        self.rows |= rows
 
     def _begin(self, prompt_ids: Sequence[int]) -> None:
         self.known = len(prompt_ids)
@@ -85,6 +94,29 @@ async def test_n_grams_draft_until_the_model_has_read_the_text() -> None:
     assert (await late.propose_many([(4,)], 1))[0][0].token == 12
     late.close()
     await until(lambda: inner.closed)
+    await model.close()
+
+
+async def test_hidden_states_that_come_before_the_model_are_kept_for_it() -> None:
+    loading, reading = threading.Event(), threading.Event()
+    wanted = Taps((1,), 4)
+    model = LateModel(loads(inner := Counting(reading), loading), wanted)
+    late = LateDrafter(model)
+    assert late.taps == wanted, "a session asks when it opens"
+    await late.reset([1, 2, 3])
+    await late.extend([4], taps={0: (b"a",), 1: (b"b",)})
+    await late.extend([5], taps={3: (b"d",)})
+    loading.set()
+    await until(lambda: model.make is not None)
+    await late.extend([6], taps={4: (b"e",)})
+    await late.extend([7], taps={5: (b"f",)})  # it is reading
+    reading.set()
+    await until(lambda: late._reading is not None and late._reading.done())
+    await late.extend([8], taps={6: (b"g",)})
+    assert isinstance(late.drafter, MixtureDrafter)
+    await late.extend([9], taps={7: (b"h",)})
+    assert sorted(inner.rows) == [0, 1, 3, 4, 5, 6, 7]
+    late.close()
     await model.close()
 
 
@@ -162,11 +194,13 @@ async def test_the_bundled_model_is_not_waited_for(monkeypatch: pytest.MonkeyPat
         return Counting
 
     monkeypatch.setattr("swarm_client.speculation.drafter_factory.find_bundled", lambda target: "a file")
+    monkeypatch.setattr("swarm_client.speculation.drafter_factory.taps_of", lambda path, target: Taps((1,), 4))
     monkeypatch.setattr("swarm_client.speculation.drafter_factory._open", open_it)
     factory = await DrafterFactory.load(BUNDLED, None, None)  # type: ignore[arg-type]
     assert not loaded.is_set()
     drafter = factory.drafter()
     assert isinstance(drafter, LateDrafter)
+    assert drafter.taps == Taps((1,), 4)
     await drafter.reset([1])
     await drafter.extend([2])
     await until(loaded.is_set)

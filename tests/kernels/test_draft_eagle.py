@@ -152,6 +152,19 @@ def test_what_was_computed_is_known(tmp_path: Path) -> None:
     assert session.known([(), (1,)], 2) == [None, None]
 
 
+def test_deep_below_the_text_it_says_nothing_and_asks_for_no_call(tmp_path: Path) -> None:
+    """A long match of the n-gram drafter would cost a pass for each of its tokens."""
+    policy = DraftCachePolicy(max_own_levels=2)
+    session = EagleSession(draft(save_speculators(tmp_path, random_tensors())), policy=policy)
+    session.reset(list(range(10)))
+    session.add(rows(torch.randn(12, 288), range(9)))
+    deep, shallow = session.propose([(1, 2, 3), (1, 2)], 2)
+    assert deep == []
+    assert len(shallow) == 2
+    assert session.known([(1, 2, 3), (1, 2)], 2) == [[], shallow]
+    assert session.propose([(1, 2, 3)], 2) == [[]]
+
+
 def test_beyond_its_context_there_are_no_drafts(tmp_path: Path) -> None:
     session = EagleSession(draft(save_speculators(tmp_path, random_tensors())), max_tokens=12)
     session.reset(list(range(10)))

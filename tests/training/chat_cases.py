@@ -18,7 +18,8 @@ def chat_of(tokens: list[int], seed: int = 0) -> RecordedChat:
     logprobs[:, 0] = -0.01
     origin = torch.full((n,), ANSWER, dtype=torch.uint8)
     origin[:3] = GIVEN
-    return RecordedChat(torch.tensor(tokens, dtype=torch.int32), origin, others, logprobs.half())
+    taps = torch.zeros(n, 0, dtype=torch.uint8)
+    return RecordedChat(torch.tensor(tokens, dtype=torch.int32), origin, others, logprobs.half(), taps)
 
 
 def counting(start: int, step: int) -> RecordedChat:

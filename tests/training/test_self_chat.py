@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from tiny_models import ModelTensors, tiny_model
 
 from swarm.errors import CorruptModel, Infeasible, UnsupportedModel
-from swarm.types import LayerSpan
+from swarm.types import LayerSpan, tapped_row_bytes
 from swarm_kernels.draft.file import DraftWeights, read_card
 from swarm_kernels.kvcache.cache import StepRequest
 from swarm_kernels.runtime.load import load_span
@@ -21,12 +22,15 @@ from swarm_training.distill import run, self_chat
 from swarm_training.distill.corpus import ANSWER, GIVEN, USER, Corpus, RecordedChat
 from swarm_training.distill.greedy import greedy_answers
 from swarm_training.distill.policy import ChatPolicy
+from swarm_training.distill.recipes import LayersRecipe, Recipe, TappedRecipe
 from swarm_training.distill.run import TrainingPlan, train
 from swarm_training.distill.self_chat import ChatGenerator
+from swarm_training.distill.whole_prompts import whole_prompt
 
 pytestmark = pytest.mark.slow
 
 END = 2
+SEEDED = ChatPolicy(whole_prompt_prob=0.0)
 
 
 class TinyTokenizer:
@@ -56,7 +60,7 @@ def span(source: ModelTensors) -> Span:
 
 @pytest.fixture(scope="module")
 def chats(span: Span) -> list[RecordedChat]:
-    return list(itertools.islice(ChatGenerator(span, TinyTokenizer(), 6, "seed").write(), 12))
+    return list(itertools.islice(ChatGenerator(span, TinyTokenizer(), 6, "seed", SEEDED).write(), 12))
 
 
 def test_turns_follow_the_template(chats: list[RecordedChat]) -> None:
@@ -93,9 +97,30 @@ def test_what_the_teacher_expected_is_what_a_plain_pass_expects(span: Span, chat
 
 
 def test_the_same_seed_writes_the_same_chats(span: Span, chats: list[RecordedChat]) -> None:
-    again = list(itertools.islice(ChatGenerator(span, TinyTokenizer(), 6, "seed").write(), 3))
+    again = list(itertools.islice(ChatGenerator(span, TinyTokenizer(), 6, "seed", SEEDED).write(), 3))
     for found, expected in zip(again, chats, strict=False):
         assert torch.equal(found.tokens, expected.tokens)
+
+
+def test_whole_requests_are_asked_as_they_are(span: Span) -> None:
+    policy = ChatPolicy(whole_prompt_prob=1.0, second_turn_prob=0.0, max_answer_tokens=8)
+    made = list(itertools.islice(ChatGenerator(span, TinyTokenizer(), 4, "seed", policy, (2, 6)).write(), 6))
+    tokenizer = TinyTokenizer()
+    opening, answer = tokenizer.encode("<u>"), tokenizer.encode("$<a>")
+    for chat in made:
+        given = [t for t, o in zip(chat.tokens.tolist(), chat.origin.tolist(), strict=True) if o == GIVEN]
+        assert given[:3] == opening
+        assert given[-4:] == answer
+        assert len(given) > 20
+        assert set(chat.origin.tolist()) == {GIVEN, ANSWER}
+        assert chat.taps.shape == (len(chat), 2 * tapped_row_bytes(span.config.hidden_size, 8))
+
+
+def test_requests_differ_and_name_what_their_lists_have() -> None:
+    rng = random.Random(1)
+    made = {whole_prompt(rng) for _ in range(400)}
+    assert len(made) > 300
+    assert not any("{" in prompt or "}" in prompt for prompt in made)
 
 
 def test_a_loop_is_detected() -> None:
@@ -127,8 +152,9 @@ def plan_in(folder: Path, **changes: Any) -> TrainingPlan:
     return TrainingPlan(out=folder / "tiny.draft", **{"work": folder / "work", **values, **changes})
 
 
+@pytest.mark.parametrize("recipe", [LayersRecipe(), TappedRecipe(levels=2)], ids=["draft", "eagle3"])
 def test_a_run_writes_learns_exports_and_resumes(
-    source: ModelTensors, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    recipe: Recipe, source: ModelTensors, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(run, "load_tokenizer", lambda source: TinyTokenizer())
     short = ChatPolicy(max_user_tokens=10, max_answer_tokens=20)
@@ -138,14 +164,17 @@ def test_a_run_writes_learns_exports_and_resumes(
         assert fraction >= 0
         phases.append(phase)
 
-    card = train(source, plan_in(tmp_path, chat_policy=short), report, Clock())
+    card = train(source, plan_in(tmp_path, chat_policy=short, recipe=recipe), report, Clock())
     assert list(dict.fromkeys(phases)) == ["loading", "writing", "preparing", "learning", "measuring"]
     assert card.evaluation["held_out_places"] > 0
     assert card.seen_tokens > 0
     assert read_card(tmp_path / "tiny.draft") == card
     assert len(DraftWeights.load(tmp_path / "tiny.draft").vocabulary) == 100
     phases.clear()
-    later = train(source, plan_in(tmp_path, chat_policy=short), report, Clock())
+    assert len(card.evaluation["loss_by_seen_tokens"]) > 4
+    assert card.taps == recipe.taps(6)
+    assert len(DraftWeights.load(tmp_path / "tiny.draft").texts) > 100
+    later = train(source, plan_in(tmp_path, chat_policy=short, recipe=recipe), report, Clock())
     assert "writing" not in phases
     assert later.seen_tokens > card.seen_tokens
 
@@ -156,7 +185,9 @@ def test_too_little_time_and_foreign_work(
     monkeypatch.setattr(run, "load_tokenizer", lambda source: TinyTokenizer())
     with pytest.raises(Infeasible, match="more --minutes"):
         train(source, plan_in(tmp_path, minutes=0.01), lambda *_: None, Clock())
-    Corpus(tmp_path / "other", "b" * 32).append([RecordedChat(*(torch.zeros(4, dtype=torch.uint8) for _ in range(4)))])
+    Corpus(tmp_path / "other", "b" * 32).append(
+        [RecordedChat(*(torch.zeros(4, 1, dtype=torch.uint8) for _ in range(5)))]
+    )
     with pytest.raises(CorruptModel, match="another model"):
         train(source, plan_in(tmp_path, work=tmp_path / "other"), lambda *_: None, Clock())
 

@@ -29,7 +29,7 @@ from swarm.planner.generation.state_machine import (
 )
 from swarm.planner.speculation.controller import MAX_DEPTH, Decision, SpeculationController
 from swarm.planner.speculation.forecast import DrafterProfile, Strategy
-from swarm.types import Chain, Hop, TappedRows
+from swarm.types import Chain, Hop, TappedRows, Taps
 from swarm_client.speculation.drafters.base import NO_TAPS, CachedProposal, Candidate
 from swarm_client.speculation.drafters.base import Drafter as DraftSource
 
@@ -44,6 +44,11 @@ class AsyncDrafter(Protocol):
 
     @property
     def drafter(self) -> DraftSource: ...
+
+    @property
+    def taps(self) -> Taps | None:
+        """The hidden states that it reads, or will read: a session asks for them when it opens."""
+        ...
 
     async def reset(self, prompt_ids: Sequence[int]) -> None: ...
 

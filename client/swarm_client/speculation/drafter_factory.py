@@ -19,7 +19,7 @@ from swarm.errors import DrafterFailed, ModelError
 from swarm.planner.speculation.drafter_choice import DrafterKind, DrafterOffer, explain_choice, rank_drafters
 from swarm_client.speculation.controller import AsyncDrafter
 from swarm_client.speculation.drafters.base import Drafter
-from swarm_client.speculation.drafters.bundled import find_bundled
+from swarm_client.speculation.drafters.bundled import find_bundled, taps_of
 from swarm_client.speculation.drafters.grammar import GrammarDrafter
 from swarm_client.speculation.drafters.inline import InlineDrafter
 from swarm_client.speculation.drafters.medusa import NUM_CANDIDATES, MedusaDrafter
@@ -74,8 +74,8 @@ class DrafterFactory:
         if drafter == AUTO:
             return await asyncio.to_thread(cls._choose, target)
         try:
-            if drafter == BUNDLED and find_bundled(target) is not None:
-                return cls(late=LateModel(partial(_open, drafter, target, tokenizer)))
+            if drafter == BUNDLED and (bundled := find_bundled(target)) is not None:
+                return cls(late=LateModel(partial(_open, drafter, target, tokenizer), taps_of(bundled, target)))
             if drafter in (NGRAM, BUNDLED):
                 return cls()
             return cls(await asyncio.to_thread(_open, drafter, target, tokenizer))

@@ -17,15 +17,19 @@ from swarm_client.speculation.drafters.base import Drafter
 from swarm_client.speculation.drafters.bundled import find_bundled
 from swarm_client.speculation.drafters.medusa import MedusaDrafter
 from swarm_client.speculation.drafters.model import ModelDrafter
+from swarm_client.speculation.drafters.stored import StoredDrafter
 from swarm_client.speculation.drafters.tapped import TappedDrafter
 from swarm_kernels.device.device import single_threaded
+from swarm_kernels.draft.continuation_store import ContinuationStore
 from swarm_kernels.draft.dflash import open_dflash
 from swarm_kernels.draft.eagle import open_eagle
+from swarm_kernels.draft.file import read_card
 from swarm_kernels.draft.folder import DFLASH, drafter_kind
 from swarm_kernels.draft.models import open_draft
 from swarm_kernels.draft.mtp import open_mtp
 from swarm_kernels.draft.mtp_source import find_mtp, tensors_of
 from swarm_kernels.draft.tapped import TappedDraft
+from swarm_kernels.draft.tapped_draft import open_tapped_draft
 from swarm_kernels.models.source import ModelSource
 from swarm_kernels.ops import dispatch
 
@@ -81,8 +85,15 @@ def open_trained(path: Path, target: ModelSource) -> MakeDrafter:
     """What `swarm-draft train` made. Raises ModelError, DrafterFailed."""
     dispatch.isa()  # the kernels take the number of threads that torch has when they are loaded
     with single_threaded():
+        if read_card(path).taps:
+            tapped = open_tapped_draft(path, target)
+            return lambda: _with_store(TappedDrafter(tapped), tapped.store)
         trained = open_draft(path, target)
-    return lambda: ModelDrafter(trained, "trained draft")
+    return lambda: _with_store(ModelDrafter(trained, "trained draft"), trained.store)
+
+
+def _with_store(drafter: Drafter, store: ContinuationStore | None) -> Drafter:
+    return drafter if store is None else StoredDrafter(drafter, store)
 
 
 def _folders(model: Path) -> list[tuple[Path, str]]:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from swarm.errors import DrafterFailed, SwarmError
 from swarm.net.base.tasks import TaskSet, wait_out
 from swarm.planner.generation.draft_tree import MedusaCandidates
-from swarm.types import TappedRows
+from swarm.types import TappedRow, TappedRows, Taps
 from swarm_client.speculation.drafters.base import NO_TAPS, CachedProposal, Candidate, Drafter
 from swarm_client.speculation.drafters.inline import InlineDrafter
 from swarm_client.speculation.drafters.mixture import MixtureDrafter
@@ -29,9 +29,11 @@ class LateModel:
     """`start()` loads it in a thread; `make` is None until it is there, and if it cannot be used. Close it before what
     `load` reads from."""
 
-    def __init__(self, load: Callable[[], Callable[[], Drafter]]) -> None:
-        """`load`: blocks; raises ModelError and DrafterFailed. -> makes the drafter of one generation."""
+    def __init__(self, load: Callable[[], Callable[[], Drafter]], taps: Taps | None = None) -> None:
+        """`load`: blocks; raises ModelError and DrafterFailed. -> makes the drafter of one generation. `taps`: what
+        that drafter will read, for which a session asks when it opens."""
         self.make: Callable[[], Drafter] | None = None
+        self.taps = taps
         self._load = load
         self._tasks = TaskSet("draft model")
         self._thread: asyncio.Future[Callable[[], Drafter]] | None = None
@@ -71,6 +73,7 @@ class LateDrafter:
         self._ngrams = NgramDrafter()
         self._current: InlineDrafter | ThreadedDrafter = InlineDrafter(self._ngrams)
         self._text: list[int] = []
+        self._rows: dict[int, TappedRow] = {}  # that the model has not been given
         self._read = 0  # tokens of the text that the model has been given
         self._reading: asyncio.Future[Drafter] | None = None
         self._is_over = False
@@ -79,12 +82,18 @@ class LateDrafter:
     def drafter(self) -> Drafter:
         return self._current.drafter
 
+    @property
+    def taps(self) -> Taps | None:
+        return self._model.taps
+
     async def reset(self, prompt_ids: Sequence[int]) -> None:
         self._text = list(prompt_ids)
         await self._current.reset(prompt_ids)
 
     async def extend(self, tokens: Sequence[int], medusa: MedusaCandidates = (), taps: TappedRows = NO_TAPS) -> None:
         self._text += tokens
+        if isinstance(self._current, InlineDrafter):
+            self._rows.update(taps)
         await self._current.extend(tokens, medusa, taps)
         self._model.start()
         self._take_in_model()
@@ -104,12 +113,15 @@ class LateDrafter:
         if self._reading is None:
             if self._model.make is not None:
                 self._read = len(self._text)
+                rows, self._rows = self._rows, {}
                 self._reading = asyncio.get_running_loop().run_in_executor(
-                    None, _read, self._model.make, tuple(self._text)
+                    None, _read, self._model.make, tuple(self._text), rows
                 )
                 self._reading.add_done_callback(self._on_read)
         elif isinstance(self._current, InlineDrafter) and _succeeded(self._reading):
             model = self._reading.result()
+            if self._rows:
+                model.set_taps(self._rows)
             model.extend(self._text[self._read :])
             self._current = ThreadedDrafter(MixtureDrafter([self._ngrams, model]))
 
@@ -122,11 +134,13 @@ class LateDrafter:
             reading.result().close()
 
 
-def _read(make: Callable[[], Drafter], text: Sequence[int]) -> Drafter:
+def _read(make: Callable[[], Drafter], text: Sequence[int], taps: TappedRows) -> Drafter:
     """Blocks for as long as the model takes for the text. Raises DrafterFailed."""
     try:
         drafter = make()
         drafter.reset(text)
+        if taps:
+            drafter.set_taps(taps)
         drafter.propose_many([()], 1)
     except Exception as error:  # anybody's code, whose failure costs speed and never the answer
         raise DrafterFailed(f"the draft model raised {type(error).__name__}: {error}") from error

@@ -19,6 +19,8 @@ from swarm.errors import CorruptModel
 TOP = 16
 """Tokens of the teacher kept per position."""
 
+_COLUMNS = ("tokens", "origin", "top_ids", "top_logprobs", "taps")
+
 GIVEN, USER, ANSWER = 0, 1, 2
 """Origin of a token: the template, or the model as the user or as the assistant."""
 
@@ -31,6 +33,7 @@ class RecordedChat:
     origin: torch.Tensor  # [n] uint8
     top_ids: torch.Tensor  # [n, TOP] int32, likeliest first
     top_logprobs: torch.Tensor  # [n, TOP] fp16
+    taps: torch.Tensor  # [n, bytes] uint8: hidden states as hops send them (`tap_rows`), [n, 0] without
 
     def __len__(self) -> int:
         return self.tokens.shape[0]
@@ -53,13 +56,14 @@ class Corpus:
         """Number of shards."""
         return len(self._paths)
 
-    def append(self, chats: Sequence[RecordedChat]) -> None:
-        """Write one more shard; it is on disk when this returns."""
+    def append(self, chats: Sequence[RecordedChat], taps: Sequence[int] = ()) -> None:
+        """Write one more shard; it is on disk when this returns. `taps`: the layers whose states the chats hold."""
         sizes = torch.tensor([len(chat) for chat in chats], dtype=torch.int64)
         tensors = {"sizes": sizes}
-        for name in ("tokens", "origin", "top_ids", "top_logprobs"):
+        for name in _COLUMNS:
             tensors[name] = torch.cat([getattr(chat, name) for chat in chats])
         metadata = {"model": self._hash, "tokens": str(int(sizes.sum())), "chats": str(len(chats))}
+        metadata["taps"] = ",".join(map(str, taps))
         path = self.folder / f"chats-{len(self._paths):05d}.safetensors"
         part = path.with_suffix(".part")
         save_file(tensors, part, metadata)
@@ -80,9 +84,18 @@ class Corpus:
         except (OSError, SafetensorError):
             raise CorruptModel(f"{path} cannot be read; remove it") from None
         sizes = shard["sizes"].tolist()
-        columns = [torch.split(shard[name], sizes) for name in ("tokens", "origin", "top_ids", "top_logprobs")]
+        shard.setdefault("taps", torch.zeros(sum(sizes), 0, dtype=torch.uint8))
+        columns = [torch.split(shard[name], sizes) for name in _COLUMNS]
         for parts in zip(*columns, strict=True):
             yield RecordedChat(*parts)
+
+    def taps(self, number: int) -> tuple[int, ...]:
+        """The layers whose states shard `number` holds. Raises CorruptModel."""
+        layers = _metadata(self._paths[number]).get("taps", "")
+        try:
+            return tuple(int(layer) for layer in layers.split(",") if layer)
+        except ValueError:
+            raise CorruptModel(f"{self._paths[number]} is not a shard of chats; remove it") from None
 
     def _count(self, metadata: dict[str, str], path: Path) -> None:
         if metadata.get("model") != self._hash:

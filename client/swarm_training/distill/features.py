@@ -122,8 +122,8 @@ class TeacherTopK:
             answered = torch.stack([answer[step : step + positions] for step in range(ahead)]).all(0)
             mask[row, :positions] = answered
             ids.append(chat.top_ids[ahead:][answered])
-            logprobs.append(chat.top_logprobs[ahead:][answered])
-        parts = (mask, torch.cat(ids).long(), torch.cat(logprobs).float())
+            logprobs.append(chat.top_logprobs[ahead:][answered].float())
+        parts = (mask, torch.cat(ids).long(), torch.cat(logprobs))
         return cls(*(part.to(device) for part in parts))
 
 

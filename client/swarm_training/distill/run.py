@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -23,13 +24,15 @@ from swarm_training.distill.policy import ChatPolicy, OptimizerPolicy
 from swarm_training.distill.recipes import LayersRecipe, Recipe
 from swarm_training.distill.self_chat import ChatGenerator
 from swarm_training.distill.student import Student
+from swarm_training.distill.tap_rows import tapped_examples
 from swarm_training.distill.training import Trainer, frequent_tokens
-from swarm_training.distill.validation import Score, measure
+from swarm_training.distill.validation import measure
 
 Report = Callable[[str, float, str], None]
 """(phase, fraction done, a note)."""
 
 _SHARD = 32  # chats
+_CURVE_POINTS = 12  # of the loss, at most, in the draft's card
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +46,7 @@ class TrainingPlan:
     tokens: int = 300_000  # of chats to write before training
     writing: float = 0.5  # fraction of the time for writing them
     vocabulary: int = 8192
+    store_tokens: int = 400_000  # of answers in the draft's file, two bytes each
     batch: int = 48
     device: str = "cpu"
     save_every_s: float = 180.0
@@ -82,12 +86,17 @@ def train(
         if clock() >= started + plan.minutes * 60:
             raise Infeasible("no time was left to learn; run it again with this --work, it goes on where it stopped")
 
-    examples = Features(source, student.base, torch.device(plan.device)).examples(corpus, on_prepared)
+    device, taps = torch.device(plan.device), plan.recipe.taps(source.config.num_layers)
+    if taps:
+        examples = tapped_examples(source, corpus, taps, device, on_prepared)
+    else:
+        examples = Features(source, student.base, device).examples(corpus, on_prepared)
     held_out, training = _split(examples, plan.optimizer_policy.holdout_every)
     trainer = _trainer(source, plan, student, training)
-    _learn(source, plan, trainer, report, started, clock)
+    curve = _learn(source, plan, trainer, report, started, clock)
     report("measuring", 0.0, "")
-    draft = _export(source, plan, trainer, measure(trainer.averaged(), source, trainer.vocabulary, held_out))
+    score = measure(trainer.averaged(), source, trainer.vocabulary, held_out)
+    draft = _export(source, plan, trainer, {**score.figures(), "loss_by_seen_tokens": curve})
     report("measuring", 1.0, "")
     return draft.card
 
@@ -100,7 +109,8 @@ def _write(
         return
     report("loading", 0.0, "")
     span = load_teacher(source, source.config.num_layers, torch.device(plan.device))
-    generator = ChatGenerator(span, load_tokenizer(source), plan.batch, len(corpus), plan.chat_policy)
+    taps = plan.recipe.taps(source.config.num_layers)
+    generator = ChatGenerator(span, load_tokenizer(source), plan.batch, len(corpus), plan.chat_policy, taps)
     began, before = clock(), corpus.tokens
     shard: list[RecordedChat] = []
     for chat in generator.write():
@@ -108,7 +118,7 @@ def _write(
         written = corpus.tokens + sum(len(chat) for chat in shard)
         enough = clock() >= deadline or written >= plan.tokens
         if enough or len(shard) == _SHARD:
-            corpus.append(shard)
+            corpus.append(shard, taps)
             shard = []
         rate = (written - before) / max(1e-9, clock() - began)
         report("writing", written / plan.tokens, f"{written} tokens, {rate:.0f} a second")
@@ -130,11 +140,13 @@ def _trainer(source: ModelSource, plan: TrainingPlan, student: Student, examples
         if resumed
         else frequent_tokens([example.chat for example in examples], plan.vocabulary, source.config.vocab_size)
     )
-    trainer = Trainer(source, student, vocabulary, torch.device(plan.device), plan.optimizer_policy)
+    policy = replace(plan.optimizer_policy, peak_learning_rate=plan.recipe.peak_learning_rate)
+    trainer = Trainer(source, student, vocabulary, torch.device(plan.device), policy)
     trainer.add(examples)
     if resumed:
         trainer.resume(checkpoint)
     else:
+        student.initialize(examples)
         trainer.init_logit_scale()
     return trainer
 
@@ -146,7 +158,9 @@ def _learn(
     report: Report,
     started: float,
     clock: Callable[[], float],
-) -> None:
+) -> list[list[float]]:
+    """-> the loss, by tokens seen."""
+    curve: list[list[float]] = []
     began, deadline = clock(), started + plan.minutes * 60
     saved, seen = began, trainer.seen
     loss, min_rate = 0.0, plan.optimizer_policy.min_learning_rate
@@ -156,23 +170,27 @@ def _learn(
         value = trainer.learn(rate)
         loss = value if not loss else 0.95 * loss + 0.05 * value
         speed = (trainer.seen - seen) / max(1e-9, clock() - began)
+        if fraction * _CURVE_POINTS >= len(curve):
+            curve.append([trainer.seen, round(loss, 3)])
         report("learning", fraction, f"loss {loss:.3f}, {trainer.steps} steps, {speed:.0f} tokens a second")
         if clock() - saved > plan.save_every_s:
             trainer.save(plan.work / plan.recipe.checkpoint)
-            _export(source, plan, trainer, None)
+            _export(source, plan, trainer, {})
             saved = clock()
     trainer.save(plan.work / plan.recipe.checkpoint)
+    return [*curve, [trainer.seen, round(loss, 3)]]
 
 
-def _export(source: ModelSource, plan: TrainingPlan, trainer: Trainer, score: Score | None) -> DraftWeights:
+def _export(source: ModelSource, plan: TrainingPlan, trainer: Trainer, evaluation: dict[str, Any]) -> DraftWeights:
     student = trainer.averaged()
     card = replace(
         student.metadata(source.name, source.weight_hash),
         trained_tokens=trainer.tokens,
         seen_tokens=trainer.seen,
         date=datetime.now(UTC).date().isoformat(),
-        evaluation=score.figures() if score is not None else {},
+        evaluation=evaluation,
     )
-    draft = DraftWeights(card, student.weights(), trainer.vocabulary)
+    texts = trainer.answers(0 if card.heads else plan.store_tokens)
+    draft = DraftWeights(card, student.weights(), trainer.vocabulary, texts)
     draft.save(plan.out)
     return draft

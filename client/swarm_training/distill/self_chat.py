@@ -20,6 +20,8 @@ from swarm_kernels.tokenizer.tokenizer import ChatTokenizer
 from swarm_training.distill.corpus import ANSWER, GIVEN, TOP, USER, RecordedChat
 from swarm_training.distill.policy import ChatPolicy
 from swarm_training.distill.seed_prompts import SEED_PROMPTS, SeedPrompt
+from swarm_training.distill.tap_rows import tapped_forward
+from swarm_training.distill.whole_prompts import whole_prompt
 
 _PLACEHOLDER = "\x02turn\x03"
 
@@ -37,11 +39,17 @@ class _Chat:
     tokens: list[int] = field(default_factory=list)
     origin: list[int] = field(default_factory=list)
     tops: list[tuple[int, torch.Tensor, torch.Tensor]] = field(default_factory=list)  # (position, ids, logprobs)
+    taps: list[torch.Tensor] = field(default_factory=list)  # [rows, bytes] of each run
     pending: list[int] = field(default_factory=list)
     role: int = USER
     part: int = 0
     turn_tokens: int = 0
     done: bool = False
+
+    def ask(self, tokens: Sequence[int]) -> None:
+        """Begin with a whole request: the template, up to where the answer begins."""
+        self.add_template(tokens)
+        self.role, self.part = ANSWER, 1
 
     def add_template(self, tokens: Sequence[int]) -> None:
         self.tokens += tokens
@@ -98,18 +106,36 @@ class _Chat:
         for position, top, logprob in self.tops:
             ids[position], logprobs[position] = top.int(), logprob.half()
         return RecordedChat(
-            torch.tensor(self.tokens, dtype=torch.int32), torch.tensor(self.origin).byte(), ids, logprobs
+            torch.tensor(self.tokens, dtype=torch.int32),
+            torch.tensor(self.origin).byte(),
+            ids,
+            logprobs,
+            self._tapped(),
         )
+
+    def _tapped(self) -> torch.Tensor:
+        """`[n, bytes]`; the last token may not have been run, which nobody asks for."""
+        rows = torch.cat(self.taps)
+        return torch.cat((rows, rows.new_zeros(max(0, len(self.tokens) - len(rows)), rows.shape[1])))[
+            : len(self.tokens)
+        ]
 
 
 class ChatGenerator:
     """`for chat in ChatGenerator(...).write()`: an endless stream of finished chats. `span` is the whole model."""
 
     def __init__(
-        self, span: Span, tokenizer: ChatTokenizer, batch: int, seed: int, policy: ChatPolicy = ChatPolicy()
+        self,
+        span: Span,
+        tokenizer: ChatTokenizer,
+        batch: int,
+        seed: int,
+        policy: ChatPolicy = ChatPolicy(),
+        taps: Sequence[int] = (),
     ) -> None:
-        """Raises UnsupportedModel for a model without a chat template, OutOfMemory."""
-        self._span = span
+        """`taps`: layers whose input is recorded too, ascending. Raises UnsupportedModel for a model without a chat
+        template, OutOfMemory."""
+        self._span, self._taps, self._tokenizer = span, taps, tokenizer
         self._ends = frozenset(tokenizer.eos_token_ids)
         self._templates = [_template(tokenizer, seed_prompt) for seed_prompt in SEED_PROMPTS]
         self._weights = [seed_prompt.weight for seed_prompt in SEED_PROMPTS]
@@ -145,7 +171,11 @@ class ChatGenerator:
             rng.choice(self._policy.answer_temperatures),
         )
         self._cache.open(chat.key, self._reserved)
-        chat.add_template(template[0])
+        if rng.random() < self._policy.whole_prompt_prob:
+            before, after, *_ = _template(self._tokenizer, SeedPrompt(None, whole_prompt(rng), 1.0))
+            chat.ask([*before, *after])
+        else:
+            chat.add_template(template[0])
         return chat
 
     def _step(self) -> None:
@@ -154,7 +184,9 @@ class ChatGenerator:
         requests = [StepRequest(c.key, len(c.tokens) - len(c.pending), len(c.pending)) for c in live]
         tokens = [token for chat in live for token in chat.pending]
         metadata = self._cache.schedule(requests)
-        hidden = span.forward(span.embed(tokens), metadata, self._cache)
+        hidden, tapped = tapped_forward(span, span.embed(tokens), metadata, self._cache, self._taps)
+        for chat, rows in zip(live, torch.split(tapped, [len(chat.pending) for chat in live]), strict=True):
+            chat.taps.append(rows)
         ends = torch.from_numpy(np.cumsum([len(chat.pending) for chat in live]) - 1)
         ids, logprobs = top_tokens(span.logits(hidden[ends]), 4 * TOP)
         for chat, top, logprob in zip(live, ids.cpu(), logprobs.cpu(), strict=True):

@@ -16,12 +16,14 @@ from swarm_kernels.draft.file import FINAL_NORM, DraftMetadata, layer_tensors
 from swarm_kernels.models.config import ModelConfig
 from swarm_kernels.models.source import ModelSource
 from swarm_kernels.runtime.rope import RopeTable
+from swarm_training.distill.draft_layer import DraftLayer
+from swarm_training.distill.features import TrainingExample, padded_states
 
 
 class Student(nn.Module, ABC):
     """The interface to the trainer.
 
-    `[b, n, hidden]` -> `[levels, b, n, hidden]`; level l at position i predicts token `i + ahead[l]`.
+    What `inputs` makes of chats -> `[levels, b, n, hidden]`; level l at position i predicts token `i + ahead[l]`.
     """
 
     base: int
@@ -29,8 +31,15 @@ class Student(nn.Module, ABC):
 
     ahead: tuple[int, ...]
 
+    def initialize(self, examples: Sequence[TrainingExample]) -> None:
+        """Before the first step: compute what can be computed at once."""
+
+    def inputs(self, examples: Sequence[TrainingExample], device: torch.device) -> tuple[torch.Tensor, ...]:
+        """By default the target's states `[b, n, hidden]`."""
+        return (padded_states(examples, device),)
+
     @abstractmethod
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor: ...
+    def forward(self, *inputs: torch.Tensor) -> torch.Tensor: ...
 
     @abstractmethod
     def scale_logits(self, scale: float) -> None:
@@ -63,7 +72,8 @@ class HeadsStudent(Student):
             nn.init.zeros_(weight)
         self.projections = nn.ParameterList(torch.eye(hidden) for _ in range(count))
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+    def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
+        (hidden,) = inputs
         heads = zip(self.blocks, self.projections, strict=True)
         return torch.stack([F.linear(hidden + F.silu(block(hidden)), projection) for block, projection in heads])
 
@@ -91,7 +101,7 @@ class LayersStudent(Student):
         """`layers[i]`: weights by their names within a layer."""
         super().__init__()
         self.config, self.base = config, base
-        self.own = [_Layer(config, weights) for weights in layers]
+        self.own = [DraftLayer(config, weights) for weights in layers]
         self._registered = nn.ModuleList(self.own)
         self.norm = nn.Parameter(norm.float().clone())
         self._rope = RopeTable(config.rope, config.head_dim, config.context_length, torch.device("cpu"))
@@ -105,7 +115,8 @@ class LayersStudent(Student):
         ]
         return cls(source.config, base, layers, source.tensor(FINAL_NORM))
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+    def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
+        (hidden,) = inputs
         positions = torch.arange(hidden.shape[1])
         cos, sin = (table.to(hidden) for table in self._rope.at(positions, hidden.shape[1] - 1))
         for layer in self.own:
@@ -127,48 +138,3 @@ class LayersStudent(Student):
             for name, weight in layer.named_weights():
                 tensors[f"model.layers.{self.base + number}.{name}"] = weight.detach()
         return tensors
-
-
-class _Layer(nn.Module):
-    def __init__(self, config: ModelConfig, weights: dict[str, torch.Tensor]) -> None:
-        super().__init__()
-        self._config = config
-        self.names = sorted(weights)
-        self.parts = nn.ParameterList(weights[name].float().clone() for name in self.names)
-
-    def named_weights(self) -> list[tuple[str, torch.Tensor]]:
-        return list(zip(self.names, self.parts, strict=True))
-
-    def forward(self, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        named = {name: part.to(hidden.dtype) for name, part in zip(self.names, self.parts, strict=True)}
-        config = self._config
-
-        def norm(name: str, x: torch.Tensor) -> torch.Tensor:
-            return F.rms_norm(x, x.shape[-1:], named[name], config.rms_norm_eps) if name in named else x
-
-        def linear(name: str, x: torch.Tensor) -> torch.Tensor:
-            return F.linear(x, named[f"{name}.weight"], named.get(f"{name}.bias"))
-
-        def heads(name: str, count: int, x: torch.Tensor) -> torch.Tensor:  # [b, heads, n, dim]
-            return linear(f"self_attn.{name}_proj", x).view(*x.shape[:2], count, config.head_dim).transpose(1, 2)
-
-        x = norm("input_layernorm.weight", hidden)
-        q = norm("self_attn.q_norm.weight", heads("q", config.num_heads, x))
-        k = norm("self_attn.k_norm.weight", heads("k", config.num_kv_heads, x))
-        v = heads("v", config.num_kv_heads, x)
-        mixed = F.scaled_dot_product_attention(
-            _rotated(q, cos, sin), _rotated(k, cos, sin), v, is_causal=True, enable_gqa=True
-        )
-        hidden = hidden + linear("self_attn.o_proj", mixed.transpose(1, 2).flatten(-2))
-        x = norm("post_attention_layernorm.weight", hidden)
-        gated = F.silu(linear("mlp.gate_proj", x)) * linear("mlp.up_proj", x)
-        hidden = hidden + linear("mlp.down_proj", gated)
-        return hidden
-
-
-def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotary embedding, Hugging Face's convention; `x [b, heads, n, dim]`, tables `[n, rot]`."""
-    width = cos.shape[-1]
-    part, rest = x[..., :width], x[..., width:]
-    left, right = part.chunk(2, -1)
-    return torch.cat((part * cos + torch.cat((-right, left), -1) * sin, rest), -1)

@@ -12,17 +12,19 @@ import json
 import random
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from swarm.errors import CorruptModel
+from swarm_kernels.draft.continuation_store import END
 from swarm_kernels.models.source import ModelSource
+from swarm_kernels.ops import dispatch
 from swarm_kernels.runtime.llama_span import EMBEDDING, HEAD
-from swarm_training.distill.corpus import GIVEN, RecordedChat
-from swarm_training.distill.features import TeacherTopK, TrainingExample, padded_states
+from swarm_training.distill.corpus import ANSWER, GIVEN, RecordedChat
+from swarm_training.distill.features import TeacherTopK, TrainingExample
 from swarm_training.distill.policy import OptimizerPolicy
 from swarm_training.distill.student import Student
 
@@ -42,7 +44,9 @@ class Trainer:
         self._device, self._policy = device, policy
         self.student, self.vocabulary = student.to(device), vocabulary
         name = HEAD if source.has(HEAD) and not source.config.tie_word_embeddings else EMBEDDING
-        self._head = source.tensor(name)[vocabulary].float().to(device)
+        self._head = (
+            source.tensor(name)[vocabulary].to(torch.bfloat16 if policy.mixed_precision else torch.float32).to(device)
+        )
         self._vocab_index = torch.full((source.config.vocab_size,), -1)
         self._vocab_index[vocabulary] = torch.arange(len(vocabulary))
         self._vocab_index = self._vocab_index.to(device)
@@ -50,6 +54,7 @@ class Trainer:
         self._queue: list[int] = []
         decayed = [p for p in student.parameters() if p.dim() > 1]
         plain = [p for p in student.parameters() if p.dim() == 1]
+        self._bf16 = policy.mixed_precision and _has_fast_bf16(device)
         groups = [{"params": decayed, "weight_decay": policy.weight_decay}, {"params": plain, "weight_decay": 0.0}]
         self._optimizer = torch.optim.AdamW(groups, lr=policy.peak_learning_rate, betas=policy.betas)
         self._average = [p.detach().clone() for p in student.parameters()]
@@ -62,6 +67,17 @@ class Trainer:
     @property
     def tokens(self) -> int:
         return sum(len(example.chat) for example in self._examples)
+
+    def answers(self, count: int) -> torch.Tensor:
+        """`[n]`: some `count` tokens of answers it learned from, END after each."""
+        parts: list[torch.Tensor] = []
+        end, size = torch.tensor([END], dtype=torch.int32), 0
+        for example in self._examples:
+            if size >= count:
+                break
+            parts += [example.chat.tokens[example.chat.origin == ANSWER], end]
+            size += len(parts[-2]) + 1
+        return torch.cat(parts) if parts else end[:0]
 
     def init_logit_scale(self) -> None:
         """Before the first step: see `Student.scale_logits`."""
@@ -80,7 +96,8 @@ class Trainer:
         for group in self._optimizer.param_groups:
             group["lr"] = policy.peak_learning_rate * rate * min(1.0, (self.steps + 1) / policy.warmup_steps)
         chosen = self._next_batch()
-        loss = self._loss(self.student, chosen)
+        with torch.autocast(self._device.type, torch.bfloat16, enabled=self._bf16):
+            loss = self._loss(self.student, chosen)
         self._optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(self.student.parameters(), policy.max_grad_norm)
@@ -160,7 +177,7 @@ class Trainer:
 
     def _loss(self, student: Student, chosen: Sequence[int]) -> torch.Tensor:
         examples = [self._examples[i] for i in chosen]
-        levels = student(padded_states(examples, self._device))  # [levels, b, n, hidden]
+        levels = student(*student.inputs(examples, self._device))  # [levels, b, n, hidden]
         total, weights = torch.zeros((), device=self._device), 0.0
         for level, (states, ahead) in enumerate(zip(levels, student.ahead, strict=True)):
             targets, weight = TeacherTopK.of(examples, ahead, self._device), self._policy.level_decay**level
@@ -170,15 +187,43 @@ class Trainer:
 
     def _cross_entropy(self, states: torch.Tensor, targets: TeacherTopK) -> torch.Tensor:
         """Mean loss of the predictions from `states [m, hidden]` against the teacher's."""
-        logits = F.linear(states, self._head)
-        total = logits.logsumexp(-1, keepdim=True)
         columns = self._vocab_index[targets.ids]
         in_vocabulary = columns >= 0
         probs = targets.logprobs.exp() * in_vocabulary
         probs = probs / probs.sum(-1, keepdim=True).clamp_min(1e-6)
         probs[:, 0] += self._policy.top1_weight * in_vocabulary[:, 0]
-        loss = probs * (total - logits.gather(1, columns.clamp_min(0)))
-        return loss.sum() / (max(1, len(loss)) * (1 + self._policy.top1_weight))
+        loss: torch.Tensor = SoftCrossEntropy.apply(states, self._head, columns.clamp_min(0), probs)  # type: ignore[no-untyped-call]
+        return loss / (max(1, len(states)) * (1 + self._policy.top1_weight))
+
+
+def _has_fast_bf16(device: torch.device) -> bool:
+    return device.type == "cuda" or dispatch.isa() == "avx512bf16"
+
+
+class SoftCrossEntropy(torch.autograd.Function):
+    """Of `states @ head.T` to a few targets a row; the head learns nothing. One pass over the logits gives the loss and
+    its gradient, which is half of a step's time otherwise."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, states: torch.Tensor, head: torch.Tensor, columns: torch.Tensor, probs: torch.Tensor
+    ) -> torch.Tensor:
+        """`states [m, hidden]`, `head [v, hidden]`, `columns [m, k]` of the targets, `probs [m, k]` -> the sum."""
+        logits = (states.to(head.dtype) @ head.T).float()
+        largest = logits.amax(-1, keepdim=True)
+        chosen = logits.gather(1, columns) - largest
+        share = logits.sub_(largest).exp_()
+        total = share.sum(-1, keepdim=True)
+        mass = probs.sum(-1, keepdim=True)
+        loss = (mass * total.log()).sum() - (probs * chosen).sum()
+        gradient = share.mul_(mass / total).scatter_add_(1, columns, -probs)
+        ctx.save_for_backward(gradient.to(head.dtype) @ head)
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, *outer: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        (gradient,) = ctx.saved_tensors
+        return gradient.float() * outer[0], None, None, None
 
 
 def frequent_tokens(chats: Sequence[RecordedChat], count: int, vocab_size: int) -> torch.Tensor:

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from swarm_kernels.models.source import ModelSource
 from swarm_kernels.runtime.llama_span import EMBEDDING, HEAD
-from swarm_training.distill.features import CHATS_PER_FORWARD, TeacherTopK, TrainingExample, padded_states
+from swarm_training.distill.features import CHATS_PER_FORWARD, TeacherTopK, TrainingExample
 from swarm_training.distill.student import Student
 
 RANKS = (1, 4, 8)
@@ -47,7 +47,7 @@ def measure(
     hits = [[0] * len(RANKS) for _ in student.ahead]
     for i in range(0, len(examples), CHATS_PER_FORWARD):
         batch = examples[i : i + CHATS_PER_FORWARD]
-        levels = student(padded_states(batch, torch.device("cpu")))
+        levels = student(*student.inputs(batch, torch.device("cpu")))
         for level, (states, ahead) in enumerate(zip(levels, student.ahead, strict=True)):
             targets = TeacherTopK.of(batch, ahead, torch.device("cpu"))
             candidates = vocabulary[F.linear(states[targets.mask], head).topk(max(RANKS), -1).indices]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,25 @@ from swarm_client.speculation.drafters.bundled import find_bundled
 from swarm_client.speculation.drafters.mixture import MixtureDrafter
 from swarm_client.speculation.drafters.model import ModelDrafter
 from swarm_client.speculation.drafters.ngram import NgramDrafter
+from swarm_client.speculation.drafters.stored import StoredDrafter
+from swarm_kernels.draft.continuation_store import ContinuationStore
+from swarm_kernels.draft.dflash import open_dflash
+from swarm_kernels.draft.eagle import open_eagle
+from swarm_kernels.draft.file import read_card
+from swarm_kernels.draft.folder import DFLASH, drafter_kind
 from swarm_kernels.draft.models import open_draft
+from swarm_kernels.draft.tapped import TappedDraft
+from swarm_kernels.draft.tapped_draft import open_tapped_draft
 from swarm_kernels.models.source import ModelSource
 from swarm_kernels.tokenizer.tokenizer import load_tokenizer
 from swarm_training.distill.greedy import greedy_answers
 from swarm_training.distill.validation import RANKS
 from swarm_training.evaluation.eval_prompts import PROMPTS
 from swarm_training.evaluation.recorded_medusa import RecordedMedusa, run_heads
+from swarm_training.evaluation.recorded_taps import RecordedTapsDrafter, record_taps
+
+Answers = Sequence[tuple[Sequence[int], Sequence[int]]]
+Opened = tuple[Callable[[], Drafter], ContinuationStore | None]
 
 CONFIDENT = 0.9
 """Probability from which the first candidate counts as confident."""
@@ -55,13 +68,16 @@ def evaluate(
     path = draft or (None if heads is not None else find_bundled(source))
     if path is None and heads is None:
         raise DrafterFailed(f"there is no bundled draft for {source.name}; make one with 'swarm-draft train'")
-    model = open_draft(path, source) if path is not None else None
+    opened = open_recorded(path, source) if path is not None else None
     records = record(source, tokens, report)
     everything = [record for kind in records.values() for record in kind]
     drafters: dict[str, Callable[[], Drafter]] = {"ngram": NgramDrafter}
-    if model is not None:
-        drafters["draft"] = lambda: ModelDrafter(model)
-        drafters["combined"] = lambda: MixtureDrafter([NgramDrafter(), ModelDrafter(model)])
+    if opened is not None:
+        make, store = opened([(record.prompt, record.answer) for record in everything])
+        drafters["draft"] = make
+        if store is not None:
+            drafters["with_store"] = lambda: StoredDrafter(make(), store)
+        drafters["combined"] = lambda: MixtureDrafter([NgramDrafter(), drafters.get("with_store", make)()])
     if heads is not None:
         recorded = run_heads(source, heads, [(record.prompt, record.answer) for record in everything], max(RANKS))
         drafters["heads"] = lambda: RecordedMedusa(recorded)
@@ -84,6 +100,23 @@ def evaluate(
         }
     report("measuring", 1.0, "")
     return figures
+
+
+def open_recorded(path: Path, source: ModelSource) -> Callable[[Answers], Opened]:
+    """Of a draft's file, or the folder of a drafter: from answers to what makes a drafter of them, and its store."""
+    if path.is_dir():
+        folder: TappedDraft = open_dflash(path, source) if drafter_kind(path) == DFLASH else open_eagle(path, source)
+        return partial(_tapped, folder, None, source)
+    if read_card(path).taps:
+        tapped = open_tapped_draft(path, source)
+        return partial(_tapped, tapped, tapped.store, source)
+    model = open_draft(path, source)
+    return lambda answers: (lambda: ModelDrafter(model), model.store)
+
+
+def _tapped(model: TappedDraft, store: ContinuationStore | None, source: ModelSource, answers: Answers) -> Opened:
+    recorded = record_taps(source, answers, model.taps)
+    return (lambda: RecordedTapsDrafter(model, recorded)), store
 
 
 def record(

@@ -18,8 +18,7 @@ from swarm.types import Taps
 from swarm_kernels.batch import AttentionMetadata
 from swarm_kernels.draft.eagle_file import LAYER, EagleWeights, load_eagle
 from swarm_kernels.draft.eagle_session import EagleSession
-from swarm_kernels.draft.models import finite_candidates
-from swarm_kernels.draft.session import DraftCandidates
+from swarm_kernels.draft.models import StateHead
 from swarm_kernels.draft.shared import SharedDrafts
 from swarm_kernels.draft.tapped import Pack, stacked_linear
 from swarm_kernels.kvcache.cache import KVCacheManager, KvShape
@@ -89,10 +88,8 @@ class EagleDraft:
         gate, up = self._gate_up(self._norm(LAYER + "post_attention_layernorm", hidden)).chunk(2, -1)
         return hidden + self._down(F.silu(gate) * up)
 
-    @torch.inference_mode()
-    def propose(self, hidden: torch.Tensor, width: int) -> list[DraftCandidates]:
-        logits = self._head(self._norm("norm", hidden)).float()
-        return finite_candidates(logits, width, self._ids, "the EAGLE-3 head")
+    def new_head(self) -> StateHead:
+        return StateHead(lambda hidden: self._head(self._norm("norm", hidden)), self._ids, "the EAGLE-3 head")
 
     def _norm(self, name: str, x: torch.Tensor) -> torch.Tensor:
         return dispatch.rms_norm(x, self._norms[name + ".weight"], self._config.layer.rms_norm_eps)

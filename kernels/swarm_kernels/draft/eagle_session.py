@@ -17,7 +17,7 @@ import torch
 
 from swarm.types import TappedRows, Taps
 from swarm_kernels.batch import AttentionMetadata
-from swarm_kernels.draft.session import DraftCachePolicy, DraftCandidates, Path
+from swarm_kernels.draft.session import DraftCachePolicy, DraftCandidates, DraftHead, Path
 from swarm_kernels.draft.tapped import decode_rows
 from swarm_kernels.kvcache.cache import KVCacheManager, StepRequest
 from swarm_kernels.kvcache.sequence import ROOT
@@ -48,8 +48,9 @@ class ChainedDraft(Protocol):
         states at t + 1."""
         ...
 
-    def propose(self, hidden: torch.Tensor, width: int) -> list[DraftCandidates]:
-        """For each row of `run` the `width` likeliest tokens at t + 2. Raises DrafterFailed if these are no numbers."""
+    def new_head(self) -> DraftHead:
+        """For one text: from rows of `run` to the likeliest tokens at t + 2. It raises DrafterFailed if these are no
+        numbers."""
         ...
 
 
@@ -70,6 +71,7 @@ class EagleSession:
     ) -> None:
         """`max_tokens`: of the longest text; by default, and at most, the drafter's context. Raises OutOfMemory."""
         self._model, self._policy = model, policy
+        self._head = model.new_head()
         self._limit = min(max_tokens or model.context_length, model.context_length)
         self._cache = model.new_cache(self._limit + 2 * policy.max_tree_slots)
         self._cache.open(_SESSION, self._limit)
@@ -83,18 +85,22 @@ class EagleSession:
     def reset(self, tokens: Sequence[int]) -> None:
         self._cache.rollback(_SESSION, 0)
         self._tokens, self._rows, self._waiting = list(tokens), {}, []
+        self._head = self._model.new_head()
+        self._head.allow(tokens)
         self._forget_tree()
 
     def extend(self, tokens: Sequence[int]) -> None:
         self._tokens += tokens
+        self._head.allow(tokens)
 
     def add(self, rows: TappedRows) -> None:
         self._waiting.append(rows)
 
     def propose(self, paths: Sequence[Path], width: int) -> list[DraftCandidates]:
+        asked, paths = paths, [path for path in paths if len(path) <= self._policy.max_own_levels]
         longest = max((len(path) for path in paths), default=0)
         if not paths or len(self._tokens) + longest > self._limit or not self._follow_text():
-            return [[] for _ in paths]
+            return [[] for _ in asked]
         missing = sorted({p[:end] for p in paths for end in range(1, len(p) + 1)} - self._nodes.keys(), key=_by_length)
         if len(missing) > len(self._free):
             self._drop_tree()
@@ -104,14 +110,15 @@ class EagleSession:
         incomplete = [p for p in dict.fromkeys(paths) if p in self._nodes and len(self._nodes[p].candidates) < width]
         if incomplete:
             hidden = torch.stack([self._nodes[path].hidden for path in incomplete])
-            for path, candidates in zip(incomplete, self._model.propose(hidden, width), strict=True):
+            for path, candidates in zip(incomplete, self._head.propose(hidden, width), strict=True):
                 self._nodes[path].candidates = candidates
-        return [self._nodes[path].candidates[:width] if path in self._nodes else [] for path in paths]
+        return [self._nodes[path].candidates[:width] if path in self._nodes else [] for path in asked]
 
     def known(self, paths: Sequence[Path], width: int) -> list[DraftCandidates | None]:
         current = self._first + self._cache.length(_SESSION) == len(self._tokens) - 1 and () in self._nodes
         nodes = [self._nodes.get(path) if current else None for path in paths]
-        return [n.candidates[:width] if n is not None and len(n.candidates) >= width else None for n in nodes]
+        known = [n.candidates[:width] if n is not None and len(n.candidates) >= width else None for n in nodes]
+        return [[] if len(path) > self._policy.max_own_levels else k for path, k in zip(paths, known, strict=True)]
 
     def _follow_text(self) -> bool:
         """Compute the rows of the text that have come. -> whether there is one of the last token but one."""

@@ -20,12 +20,15 @@ from msgspec import Meta
 from safetensors.torch import save_file
 
 from swarm.errors import UNDECODABLE, CorruptModel, ModelError, ModelNotFound
+from swarm.types import MAX_TAPS
 from swarm_kernels.models.safetensors import read_header, read_metadata, read_tensor
 from swarm_kernels.models.source import ModelFile, ModelSource
 
 FINAL_NORM = "model.norm.weight"
 _VOCABULARY = "draft.vocabulary"
+_TEXTS, _TEXT_IDS = "draft.texts", "draft.text_ids"
 _SCALE = ".scale"
+_SHORT = 1 << 15  # different tokens that 16 bits number
 _FORMAT = "swarm-draft-1"
 
 
@@ -44,6 +47,7 @@ class DraftMetadata:
     base: _Layers  # first layers of the target that it uses unchanged
     layers: _Layers  # own layers after those
     heads: _Layers = 0  # own Medusa heads after those
+    taps: Annotated[tuple[_Layers, ...], Meta(max_length=MAX_TAPS)] = ()  # whose hidden states it reads
     trained_tokens: _Tokens = 0
     seen_tokens: _Tokens = 0  # with repetition
     date: _Name = ""
@@ -53,15 +57,20 @@ class DraftMetadata:
 @dataclass(frozen=True, slots=True, eq=False)
 class DraftWeights:
     """`tensors`: fp32; layers by Hugging Face's names, numbered from `card.base`, heads by Medusa's (`draft.medusa`).
-    `vocabulary [v]`: the ids they can predict, ascending."""
+    `vocabulary [v]`: the ids they can predict, ascending. `texts [n]`: of the target's own, for a
+    `ContinuationStore`."""
 
     card: DraftMetadata
     tensors: Mapping[str, torch.Tensor]
     vocabulary: torch.Tensor
+    texts: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int32))
 
     def save(self, path: Path, *, quantize: bool = True) -> None:
         """`quantize`: matrices as int8, a quarter of the size of fp32; else bf16."""
         stored: dict[str, torch.Tensor] = {_VOCABULARY: self.vocabulary.to(torch.int32).contiguous()}
+        if len(self.texts):
+            stored[_TEXT_IDS], numbers = torch.unique(self.texts.to(torch.int32), return_inverse=True)
+            stored[_TEXTS] = numbers.to(torch.int32 if len(stored[_TEXT_IDS]) > _SHORT else torch.int16)
         for name, tensor in self.tensors.items():
             if tensor.dim() == 2 and quantize:
                 scale = tensor.abs().amax(1, keepdim=True).clamp_min(1e-12) / 127
@@ -82,6 +91,7 @@ class DraftWeights:
         vocabulary = stored.pop(_VOCABULARY, None)
         if vocabulary is None or not _is_vocabulary(vocabulary):
             raise CorruptModel(f"{path} has no draft vocabulary; train it again")
+        texts = _texts(stored, path)
         tensors = {}
         for name, tensor in stored.items():
             if not name.endswith(_SCALE):
@@ -89,7 +99,9 @@ class DraftWeights:
                 if scale is not None and tuple(scale.shape) != (*tensor.shape[:1], 1):
                     raise CorruptModel(f"{path}: the scale of '{name[:80]}' does not fit it; train it again")
                 tensors[name] = tensor.float() if scale is None else tensor.float() * scale
-        return cls(card, tensors, vocabulary.long())
+                if not bool(torch.isfinite(tensors[name]).all()):
+                    raise CorruptModel(f"{path}: '{name[:80]}' holds numbers that are not finite; train it again")
+        return cls(card, tensors, vocabulary.long(), texts)
 
 
 def is_draft(path: Path) -> bool:
@@ -120,6 +132,17 @@ def _metadata(path: Path) -> dict[str, str]:
             return read_metadata(file)
         except CorruptModel:
             raise CorruptModel(f"{path} is not the file of a draft; train it again with 'swarm-draft train'") from None
+
+
+def _texts(stored: dict[str, torch.Tensor], path: Path) -> torch.Tensor:
+    """Takes them out of `stored`; none if there are none. Raises CorruptModel."""
+    ids, numbers = stored.pop(_TEXT_IDS, torch.empty(0, dtype=torch.int32)), stored.pop(_TEXTS, None)
+    if numbers is None:
+        return torch.empty(0, dtype=torch.int32)
+    whole = all(t.dim() == 1 and t.dtype in (torch.int16, torch.int32) for t in (ids, numbers))
+    if not whole or not len(numbers) or int(numbers.min()) < 0 or int(numbers.max()) >= len(ids) or int(ids.min()) < -1:
+        raise CorruptModel(f"{path} holds texts of no tokens; train it again")
+    return ids[numbers.long()]
 
 
 def _is_vocabulary(ids: torch.Tensor) -> bool:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +16,7 @@ import torch
 from swarm.errors import CorruptModel, DrafterFailed, UnsupportedModel
 from swarm.types import LayerSpan
 from swarm_kernels.batch import AttentionMetadata
+from swarm_kernels.draft.continuation_store import ContinuationStore
 from swarm_kernels.draft.file import FINAL_NORM, DraftWeights
 from swarm_kernels.draft.session import DraftCandidates
 from swarm_kernels.draft.shared import SharedDrafts
@@ -41,7 +42,7 @@ class LocalModel:
     def __init__(self, source: ModelSource, device: torch.device | str = "cpu") -> None:
         """Raises as `load_span`."""
         dtype = served_dtype(source.config, device)
-        self._span = _SharedSpan(load_span(source, LayerSpan(0, source.config.num_layers), dtype, device))
+        self._span = SharedSpan(load_span(source, LayerSpan(0, source.config.num_layers), dtype, device))
         self.context_length = source.config.context_length
 
     def new_cache(self, max_tokens: int) -> KVCacheManager:
@@ -57,7 +58,7 @@ class LocalModel:
 class FullHead:
     """Proposes any token of the vocabulary."""
 
-    def __init__(self, span: _SharedSpan) -> None:
+    def __init__(self, span: SharedSpan) -> None:
         self._span = span
 
     def allow(self, tokens: Sequence[int]) -> None:
@@ -77,6 +78,8 @@ class TrainedDraft:
             raise DrafterFailed(f"the draft was trained for {card.model}, not for {target.name}; train one for it")
         if not config.is_llama_like:
             raise UnsupportedModel(f"{target.name} is a {config.model_type}; drafts are run for Llama-like models only")
+        if card.taps:
+            raise DrafterFailed("this draft reads hidden states; it is no draft of tokens alone")
         if card.heads:
             raise DrafterFailed("these are Medusa heads, which a node runs: 'swarm-node join --medusa-heads FILE'")
         norm = weights.tensors.get(FINAL_NORM)
@@ -85,12 +88,10 @@ class TrainedDraft:
             raise CorruptModel("the draft's final norm or vocabulary does not fit its model; train it again")
         self.context_length = config.context_length
         layers = LayerSpan(0, card.base + card.layers)
-        self._span = _SharedSpan(load_span(_DraftSource(weights, target), layers, torch.int8))
+        self._span = SharedSpan(load_span(DraftSource(weights, target), layers, torch.int8))
         self._norm, self._eps = norm, config.rms_norm_eps
-        name = HEAD if target.has(HEAD) and not config.tie_word_embeddings else EMBEDDING
-        self._rows = target.tensor(name).to(_STORED)
-        self._frequent = weights.vocabulary, dispatch.quantize_linear(self._rows[weights.vocabulary])
-        self._known = frozenset(weights.vocabulary.tolist())
+        self._vocabulary = TrimmedVocabulary(target, weights.vocabulary)
+        self.store = ContinuationStore(weights.texts) if len(weights.texts) else None
 
     def new_cache(self, max_tokens: int) -> KVCacheManager:
         return self._span.new_cache(max_tokens)
@@ -99,7 +100,22 @@ class TrainedDraft:
         return self._span.run(tokens, metadata, cache)
 
     def new_head(self) -> TrimmedVocabHead:
-        return TrimmedVocabHead(self._rows, self._frequent, self._known, self._norm, self._eps)
+        return self._vocabulary.head(self._norm, self._eps)
+
+
+class TrimmedVocabulary:
+    """The target's head and its rows for frequent tokens, which all texts share."""
+
+    def __init__(self, target: ModelSource, frequent: torch.Tensor) -> None:
+        """`frequent [v]`: ids."""
+        name = HEAD if target.has(HEAD) and not target.config.tie_word_embeddings else EMBEDDING
+        self._rows = target.tensor(name).to(_STORED)
+        self._frequent = frequent, dispatch.quantize_linear(self._rows[frequent])
+        self._known = frozenset(frequent.tolist())
+
+    def head(self, norm: torch.Tensor, eps: float) -> TrimmedVocabHead:
+        """Of one text, after a final norm."""
+        return TrimmedVocabHead(self._rows, self._frequent, self._known, norm, eps)
 
 
 class TrimmedVocabHead:
@@ -140,7 +156,23 @@ class TrimmedVocabHead:
         return candidate_pairs(ids[indices], logprobs)
 
 
-class _SharedSpan:
+class StateHead:
+    """The same tokens for every text: those that the drafter's own head knows."""
+
+    def __init__(self, logits: Callable[[torch.Tensor], torch.Tensor], ids: torch.Tensor, of: str) -> None:
+        """`logits`: `[n, hidden]` -> `[n, v]`; `ids [v]`: the target's, of its columns; `of`: whose head it is."""
+        self._logits, self._ids, self._of = logits, ids, of
+
+    def allow(self, tokens: Sequence[int]) -> None:
+        """Nothing to do."""
+
+    @torch.inference_mode()
+    def propose(self, hidden: torch.Tensor, width: int) -> list[DraftCandidates]:
+        """Raises DrafterFailed."""
+        return finite_candidates(self._logits(hidden).float(), width, self._ids, self._of)
+
+
+class SharedSpan:
     """A span that threads may share: a lock serializes its calls."""
 
     def __init__(self, span: Span) -> None:
@@ -152,6 +184,13 @@ class _SharedSpan:
     def run(self, tokens: Sequence[int], metadata: AttentionMetadata, cache: KVCacheManager) -> torch.Tensor:
         with self._lock:
             return self._span.forward(self._span.embed(tokens), metadata, cache)
+
+    def embed(self, tokens: Sequence[int]) -> torch.Tensor:
+        return self._span.embed(tokens)  # reads weights alone
+
+    def forward(self, hidden: torch.Tensor, metadata: AttentionMetadata, cache: KVCacheManager) -> torch.Tensor:
+        with self._lock:
+            return self._span.forward(hidden, metadata, cache)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         with self._lock:
@@ -204,7 +243,7 @@ def finite_candidates(logits: torch.Tensor, width: int, ids: torch.Tensor, of: s
     return candidate_pairs(ids[indices], logprobs)
 
 
-class _DraftSource(NotQuantized):
+class DraftSource(NotQuantized):
     """A ModelSource of the target's first layers and the draft's own.
 
     Its config has one layer more than there are, so that a span of them all is not the last one and loads neither norm

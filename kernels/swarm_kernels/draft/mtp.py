@@ -17,9 +17,8 @@ from swarm.errors import DrafterFailed
 from swarm.types import LayerSpan, Taps
 from swarm_kernels.batch import AttentionMetadata
 from swarm_kernels.draft.eagle_session import EagleSession
-from swarm_kernels.draft.models import finite_candidates, served_dtype
+from swarm_kernels.draft.models import StateHead, served_dtype
 from swarm_kernels.draft.mtp_source import LAYER, MtpBlock, MtpLayout, find_mtp
-from swarm_kernels.draft.session import DraftCandidates
 from swarm_kernels.draft.shared import SharedDrafts
 from swarm_kernels.draft.tapped import Pack, target_ends
 from swarm_kernels.kvcache.cache import KVCacheManager
@@ -83,9 +82,8 @@ class MtpDraft:
             hidden = self._span.forward(self._projection(torch.cat(both, -1)), plan, cache)
         return self._normed(hidden.float(), self._norm)
 
-    @torch.inference_mode()
-    def propose(self, hidden: torch.Tensor, width: int) -> list[DraftCandidates]:
-        return finite_candidates(self._head(hidden).float(), width, self._ids, "the MTP layer")
+    def new_head(self) -> StateHead:
+        return StateHead(self._head, self._ids, "the MTP layer")
 
     def _normed(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return dispatch.rms_norm(x, weight, self._eps)

@@ -28,6 +28,7 @@ class DraftCachePolicy:
     """Sizes of a draft session."""
 
     max_tree_slots: int = 1024  # in use before all are dropped: more take memory, fewer recompute hypotheses
+    max_own_levels: int = 8  # that a drafter goes on from its own states: each is a pass, and worth less than the last
     prefill_chunk: int = 256  # tokens of a prompt per forward: larger ones are faster and take more memory
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from swarm.types import Taps
 from swarm_kernels.draft.file import read_card
 from swarm_kernels.models.source import ModelSource
 
@@ -16,3 +17,9 @@ def find_bundled(target: ModelSource) -> Path | None:
         if read_card(path).weight_hash == target.weight_hash:
             return path
     return None
+
+
+def taps_of(draft: Path, target: ModelSource) -> Taps | None:
+    """The hidden states that a trained draft reads, known before it is loaded. Raises CorruptModel."""
+    layers = read_card(draft).taps
+    return Taps(layers, target.config.hidden_size) if layers else None

@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from swarm.errors import DrafterFailed
 from swarm.planner.generation.draft_tree import MedusaCandidates
-from swarm.types import TappedRows
+from swarm.types import TappedRows, Taps
 from swarm_client.speculation.drafters.base import NO_TAPS, CachedProposal, Candidate, Drafter
 
 _T = TypeVar("_T")
@@ -26,6 +26,10 @@ class InlineDrafter:
         """`threads`: None for the event loop's own."""
         self.drafter = drafter
         self._threads = threads
+
+    @property
+    def taps(self) -> Taps | None:
+        return self.drafter.taps
 
     async def reset(self, prompt_ids: Sequence[int]) -> None:
         await self._call(lambda: self.drafter.reset(prompt_ids))

@@ -16,7 +16,7 @@ from typing import TypeVar
 
 from swarm.errors import DrafterFailed
 from swarm.planner.generation.draft_tree import MedusaCandidates
-from swarm.types import TappedRows
+from swarm.types import TappedRows, Taps
 from swarm_client.speculation.drafters.base import NO_TAPS, CachedProposal, Candidate, Drafter
 
 _T = TypeVar("_T")
@@ -40,6 +40,10 @@ class ThreadedDrafter:
         self._prefilling: Future[object] | None = None
         self._work: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
         threading.Thread(target=_serve, args=(self._work, drafter), name=f"drafter {drafter.name}", daemon=True).start()
+
+    @property
+    def taps(self) -> Taps | None:
+        return self.drafter.taps
 
     @property
     def failure(self) -> DrafterFailed | None:
