@@ -75,11 +75,13 @@ async def measure(args: argparse.Namespace) -> None:
 
 def virtual(args: argparse.Namespace) -> None:
     source = open_model(MODEL)
-    costs, recorded = chain_costs(LAYERS, args.hops, args.delay_ms), list(record(source, args.tokens).values())
+    costs = chain_costs(LAYERS, args.hops, args.delay_ms)
+    answers = [answer for _, answer in record(source, args.tokens, fresh=False)]
+    recorded = [(list(answer.prompt), list(answer.answer)) for answer in answers]
     for name, texts in {"free prose": recorded[:1] * args.clients, "mixed": recorded * args.clients}.items():
         speeds = {}
         for arm, (draft, strategy) in ARMS.items():
-            drafter, draft_ms = drafters(source, draft)
+            drafter, draft_ms = drafters(source, draft, answers)
             setup = SpeculationSetup(None if strategy == "sequential" else drafter, draft_ms=draft_ms)
             requests = texts[: args.clients]
             together = partial(simulate_together, costs, requests, setup, seconds=args.seconds, cores=os.cpu_count())

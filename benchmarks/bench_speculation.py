@@ -1,10 +1,11 @@
 """Tokens/s of each strategy over sequential: real node processes, emulated one-way delays, five kinds of requests.
 
-    python benchmarks/bench_speculation.py [--hops 4] [--delays 0 5 20 50] [--tokens 64] [--json FILE]
+    python benchmarks/bench_speculation.py [--hops 4] [--delays 0 5 20 50] [--tokens 64] [--fresh] [--json FILE]
 
 Every node is a process of one thread and `delay` ms from every other and from the client. All strategies answer each
 request in turn, greedily, in fp32, repeatedly until that has taken `--seconds` each; the median of
-the speeds counts. A request's tokens must be the same under all of them, or the run fails.
+the speeds counts. A request's tokens must be the same under all of them, or the run fails. `--drafters` are compared
+within one run, on `--fresh` prompts or on those of `prompts.py`.
 """
 
 from __future__ import annotations
@@ -13,11 +14,13 @@ import argparse
 import json
 import os
 import statistics
+from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import uvloop
 from emulated_swarm import ShapedSwarm, equal_spans, far_client
+from fresh_prompts import FRESH_PROMPTS
 from prompts import PROMPTS
 
 from swarm_client import GenerationResult, SwarmClient
@@ -33,7 +36,8 @@ MAX_TURNS = 5
 class Cell:
     hops: int
     delay_ms: float
-    prompt: str
+    kind: str  # of request
+    drafter: str
     strategy: str
     used: str  # what auto ended with
     tokens_per_s: float
@@ -48,17 +52,32 @@ async def measure(hops: int, delay_ms: float, args: argparse.Namespace) -> list[
     cells: list[Cell] = []
     layers = open_model(MODEL).config.num_layers
     with ShapedSwarm(equal_spans(layers, hops), delay_ms) as swarm:
-        async with far_client(swarm.address, delay_ms, settings={"drafter": args.drafter}) as client:
-            await ask(client, "Hello!", "sequential", 8)  # connections, caches
-            for name, prompt in PROMPTS.items():
-                turns = await take_turns(swarm, client, prompt, args)
-                plain = turns["sequential"]
-                for strategy, turn in turns.items():
+        async with AsyncExitStack() as stack:
+            clients = {
+                drafter: await stack.enter_async_context(
+                    far_client(swarm.address, delay_ms, settings={"drafter": drafter})
+                )
+                for drafter in args.drafters
+            }
+            for client in clients.values():
+                for strategy in ("sequential", "auto"):  # connections, caches, the drafter
+                    await ask(client, "Hello!", strategy, 24)
+            for kind, prompt in requests(args.fresh):
+                turns = await take_turns(swarm, clients, prompt, args)
+                plain = turns[args.drafters[0], "sequential"]
+                for (drafter, strategy), turn in turns.items():
                     if any(answer.token_ids != plain.answers[0].token_ids for answer in turn.answers):
-                        raise RuntimeError(f"{strategy} changed the answer to '{name}'")
-                    cells.append(cell(hops, delay_ms, name, strategy, turn, plain.tokens_per_s))
+                        raise RuntimeError(f"{strategy} with {drafter} changed the answer to '{prompt[:60]}'")
+                    cells.append(cell(hops, delay_ms, kind, drafter, strategy, turn, plain.tokens_per_s))
                     print(line(cells[-1]), flush=True)
     return cells
+
+
+def requests(fresh: bool) -> list[tuple[str, str]]:
+    """(kind, prompt)"""
+    if not fresh:
+        return list(PROMPTS.items())
+    return [(kind, prompt) for kind, prompts in FRESH_PROMPTS.items() for prompt in prompts]
 
 
 class Turns:
@@ -78,15 +97,17 @@ class Turns:
 
 
 async def take_turns(
-    swarm: ShapedSwarm, client: SwarmClient, prompt: str, args: argparse.Namespace
-) -> dict[str, Turns]:
-    turns = {strategy: Turns() for strategy in ("sequential", *args.strategies)}
-    while waiting := [strategy for strategy, turn in turns.items() if not turn.enough(args.seconds)]:
-        for strategy in waiting:
+    swarm: ShapedSwarm, clients: dict[str, SwarmClient], prompt: str, args: argparse.Namespace
+) -> dict[tuple[str, str], Turns]:
+    """By drafter and strategy; plain decoding with the first client."""
+    turns = {(args.drafters[0], "sequential"): Turns()}
+    turns |= {(drafter, strategy): Turns() for drafter in clients for strategy in args.strategies}
+    while waiting := [key for key, turn in turns.items() if not turn.enough(args.seconds)]:
+        for drafter, strategy in waiting:
             before = await swarm.sent_bytes()
-            answer = await ask(client, prompt, strategy, args.tokens)
-            turns[strategy].answers.append(answer)
-            turns[strategy].sent.append(await swarm.sent_bytes() - before)
+            answer = await ask(clients[drafter], prompt, strategy, args.tokens)
+            turns[drafter, strategy].answers.append(answer)
+            turns[drafter, strategy].sent.append(await swarm.sent_bytes() - before)
     return turns
 
 
@@ -94,13 +115,14 @@ async def ask(client: SwarmClient, prompt: str, strategy: str, tokens: int) -> G
     return await client.chat([{"role": "user", "content": prompt}], decoding=strategy, max_new_tokens=tokens)
 
 
-def cell(hops: int, delay_ms: float, name: str, strategy: str, turn: Turns, plain: float) -> Cell:
+def cell(hops: int, delay_ms: float, kind: str, drafter: str, strategy: str, turn: Turns, plain: float) -> Cell:
     answer = turn.answers[-1]
     stats, tokens = answer.speculation or {}, len(answer.token_ids)
     return Cell(
         hops,
         delay_ms,
-        name,
+        kind,
+        Path(drafter).name,
         strategy,
         answer.strategy,
         turn.tokens_per_s,
@@ -114,22 +136,29 @@ def cell(hops: int, delay_ms: float, name: str, strategy: str, turn: Turns, plai
 
 def line(c: Cell) -> str:
     return (
-        f"| {c.hops} | {c.delay_ms:g} | {c.prompt} | {c.strategy} | {c.tokens_per_s:.1f} | {c.ratio:.2f} | {c.used} "
-        f"| {c.tokens_per_step:.2f} | {c.rows_per_token:.1f} | {c.top1_acceptance:.2f} "
+        f"| {c.hops} | {c.delay_ms:g} | {c.kind} | {c.drafter} | {c.strategy} | {c.tokens_per_s:.1f} | {c.ratio:.2f} "
+        f"| {c.used} | {c.tokens_per_step:.2f} | {c.rows_per_token:.1f} | {c.top1_acceptance:.2f} "
         f"| {c.sent_kb:.1f} |"
     )
 
 
 def summary(cells: list[Cell]) -> str:
-    lines = ["", "Mean ratio over sequential:", "", "| hops | delay, ms | strategy | all five | extraction, rewrite |"]
-    lines.append("|---|---|---|---|---|")
-    keys = dict.fromkeys((c.hops, c.delay_ms, c.strategy) for c in cells if c.strategy != "sequential")
-    for hops, delay, strategy in keys:
-        mine = [c for c in cells if (c.hops, c.delay_ms, c.strategy) == (hops, delay, strategy)]
-        every = statistics.geometric_mean(c.ratio for c in mine)
-        copies = statistics.geometric_mean(c.ratio for c in mine if c.prompt in ("extraction", "rewrite"))
-        lines.append(f"| {hops} | {delay:g} | {strategy} | {every:.2f} | {copies:.2f} |")
+    """Over sequential by kind of request: the geometric mean, the median and the worst."""
+    kinds = list(dict.fromkeys(c.kind for c in cells))
+    lines = ["", "Over sequential, geometric mean / median / worst (tokens a step):", ""]
+    lines += [f"| hops | delay, ms | drafter | strategy | all | {' | '.join(kinds)} |", "|---" * (len(kinds) + 5) + "|"]
+    keys = dict.fromkeys((c.hops, c.delay_ms, c.drafter, c.strategy) for c in cells if c.strategy != "sequential")
+    for key in keys:
+        mine = [c for c in cells if (c.hops, c.delay_ms, c.drafter, c.strategy) == key]
+        parts = [mine, *([c for c in mine if c.kind == kind] for kind in kinds)]
+        lines.append("| " + " | ".join([*map(str, key), *map(_spread, parts)]) + " |")
     return "\n".join(lines)
+
+
+def _spread(cells: list[Cell]) -> str:
+    ratios = [c.ratio for c in cells]
+    middle = f"{statistics.geometric_mean(ratios):.2f} / {statistics.median(ratios):.2f} / {min(ratios):.2f}"
+    return f"{middle} ({statistics.fmean(c.tokens_per_step for c in cells):.2f})"
 
 
 def main() -> None:
@@ -139,16 +168,16 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--seconds", type=float, default=2.0, help=f"per strategy, request; {MAX_TURNS} turns max")
     parser.add_argument("--strategies", nargs="+", default=["auto", "tree", "pipedec"], choices=STRATEGIES)
-    parser.add_argument("--drafter", default=BUNDLED, help="the drafter beside the n-gram drafter; ngram: none")
+    parser.add_argument(
+        "--drafters", nargs="+", default=[BUNDLED], help="beside the n-gram drafter, one after the other; ngram: none"
+    )
+    parser.add_argument("--fresh", action="store_true", help="the prompts of fresh_prompts.py")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     machine = f"{os.cpu_count()} cores, one thread a node"
-    print(f"SmolLM2-135M-Instruct, fp32, {args.tokens} greedy tokens, drafter {args.drafter}, {machine}\n")
-    print(
-        "| hops | delay, ms | request | strategy | tokens/s | over sequential | used | tokens/step | rows/token |",
-        end="",
-    )
-    print(" top-1 acceptance | kB sent/token |\n|---|---|---|---|---|---|---|---|---|---|---|")
+    print(f"SmolLM2-135M-Instruct, fp32, {args.tokens} greedy tokens, {machine}\n")
+    print("| hops | delay, ms | request | drafter | strategy | tokens/s | over sequential | used", end="")
+    print(" | tokens/step | rows/token | top-1 acceptance | kB sent/token |\n" + "|---" * 12 + "|")
     cells: list[Cell] = []
     for hops in args.hops:
         for delay in args.delays:
