@@ -20,6 +20,7 @@ from swarm_kernels.draft.continuation_store import ContinuationStore
 from swarm_kernels.draft.eagle_session import EagleSession
 from swarm_kernels.draft.file import FINAL_NORM, DraftWeights
 from swarm_kernels.draft.models import DraftSource, SharedSpan, TrimmedVocabHead, TrimmedVocabulary
+from swarm_kernels.draft.session import DraftCachePolicy
 from swarm_kernels.draft.shared import SharedDrafts
 from swarm_kernels.kvcache.cache import KVCacheManager
 from swarm_kernels.models.source import ModelSource
@@ -56,8 +57,8 @@ class TappedTrainedDraft:
         self._vocabulary = TrimmedVocabulary(target, weights.vocabulary)
         self.store = ContinuationStore(weights.texts) if len(weights.texts) else None
 
-    def new_session(self, max_tokens: int | None = None) -> EagleSession:
-        return EagleSession(self, max_tokens)
+    def new_session(self, max_tokens: int | None = None, policy: DraftCachePolicy = DraftCachePolicy()) -> EagleSession:
+        return EagleSession(self, max_tokens, policy)
 
     def new_cache(self, max_tokens: int) -> KVCacheManager:
         return self._span.new_cache(max_tokens)

@@ -251,7 +251,7 @@ class HopSession:
 
     @property
     def tap_row_bytes(self) -> int:
-        return tapped_row_bytes(self.rows.hidden_size, self.taps.bits if self.taps is not None else 8)
+        return tapped_row_bytes(self.rows.layout.hidden_size, self.taps.bits if self.taps is not None else 8)
 
     def taps_for_tail(self, step: int, own: StepTaps) -> StepTaps:
         """Those of a step that has run, this hop's own with those before them. Forgets older ones."""
