@@ -33,7 +33,7 @@ def test_rows_are_those_of_the_torch_codec(dtype: str) -> None:
         assert row_bytes(hidden, dtype) * rows == wire_bytes(rows, hidden, states) == len(body)
         one, other = (bytes(to_wire(row[None], states)) for row in (values[rows // 2], values[rows // 2] * 1.01))
         rows_read = [from_wire(row, 1, hidden, states)[0].float().numpy() for row in (one, other)]
-        assert wire_distance(one, other, dtype) == row_distance(*rows_read)
+        assert wire_distance(one, other, dtype, (hidden,)) == row_distance(*rows_read)
 
 
 @pytest.mark.parametrize("dtype", FORMATS)
@@ -41,7 +41,7 @@ def test_a_body_of_another_length_is_refused(dtype: str) -> None:
     for size in (0, 1, row_bytes(8, dtype) - 1, row_bytes(8, dtype) + 1, row_bytes(8, dtype) * 2):
         with pytest.raises(ProtocolError, match="arrived"):
             rows_from_wire(bytes(size), 1, 8, dtype)
-    assert wire_distance(bytes(4), bytes(8), dtype) == math.inf
+    assert wire_distance(bytes(4), bytes(8), dtype, (1,)) == math.inf
 
 
 def test_a_format_that_nobody_has_is_refused() -> None:
