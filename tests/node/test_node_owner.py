@@ -16,6 +16,8 @@ from node_fakes import private_home
 from test_node_processes import NODE, Started, all_gone, environment, started, tree
 from tiny_models import tiny_model
 
+from swarm.net.base.tls_addresses import is_direct
+
 pytestmark = pytest.mark.processes
 
 
@@ -75,7 +77,10 @@ def test_pause_status_metrics_invite_and_leave(home: Path, model_dir: Path) -> N
 
         code, out, err = run_command(home, "invite", "--json")
         assert code == 0, err
-        assert json.loads(out)["peers"] == [mine["address"]]
+        by_libp2p, by_tls = json.loads(out)["peers"]
+        assert by_libp2p == mine["address"]
+        assert is_direct(by_tls)
+        assert by_tls.endswith(f"/p2p/{mine['peer']}")
 
         family = tree(running.process.pid)
         code, out, _ = run_command(home, "leave")

@@ -23,6 +23,7 @@ from tiny_models import hf_greedy, tiny_model
 
 from swarm.errors import NetworkError
 from swarm.messages import AnyMessage
+from swarm.net.base.tls_addresses import by_peer, is_direct
 from swarm.net.base.transport import Connection
 from swarm.net.pool.connection_pool import ConnectionPool
 from swarm.net.security.identity import Identity
@@ -127,7 +128,9 @@ def test_two_processes_share_a_model_answer_and_leave(home: Path, model_dir: Pat
     local = ("local", "--nodes", "2", "--model", str(model_dir), "--dtype", "fp32", "--threads", "1", "--json")
     with started(home, *local) as running:
         ready = running.read_until("ready")
-        assert len(ready["peers"]) == len(ready["pids"]) == 2
+        assert len(ready["pids"]) == 2
+        libp2p, direct = ([a for a in ready["peers"] if is_direct(a) == wanted] for wanted in (False, True))
+        assert len(by_peer(libp2p)) == len(by_peer(direct)) == 2
         family = tree(running.process.pid)
         assert len(family) == 5  # the command, two nodes, their two p2p daemons
 
