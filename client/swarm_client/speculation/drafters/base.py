@@ -166,3 +166,33 @@ class _Proposal(NamedTuple):
     depth: int
     width: int
     tokens: TokenPath
+
+
+class WrappingDrafter(Drafter):
+    """Changes what the drafter of one generation says; all else is handed on to it."""
+
+    def __init__(self, name: str, inner: Drafter) -> None:
+        super().__init__(name)
+        self._inner = inner
+        self.extend_is_synchronous = inner.extend_is_synchronous
+
+    @property
+    def failures(self) -> tuple[str, ...]:
+        return self._inner.failures
+
+    def set_medusa_candidates(self, candidates: MedusaCandidates) -> None:
+        self._inner.set_medusa_candidates(candidates)
+
+    def set_tail_draft(self, children: DraftedChildren) -> None:
+        self._inner.set_tail_draft(children)
+
+    @property
+    def taps(self) -> Taps | None:
+        return self._inner.taps
+
+    def set_taps(self, rows: TappedRows) -> None:
+        self._inner.set_taps(rows)
+
+    def close(self) -> None:
+        super().close()
+        self._inner.close()

@@ -14,10 +14,14 @@ from typing import NamedTuple
 import numpy as np
 
 from swarm.ewma import DecayedRatio
-from swarm.planner.generation.draft_tree import MedusaCandidates
-from swarm.tap_messages import DraftedChildren
-from swarm.types import TappedRows, Taps
-from swarm_client.speculation.drafters.base import MAX_REMEMBERED, CachedProposal, Candidate, Drafter, TokenPath
+from swarm_client.speculation.drafters.base import (
+    MAX_REMEMBERED,
+    CachedProposal,
+    Candidate,
+    Drafter,
+    TokenPath,
+    WrappingDrafter,
+)
 from swarm_kernels.sampling.grammar import GrammarState, TokenMask
 
 MAX_CHOICES = 64  # more allowed tokens than these are no choice but a text
@@ -34,7 +38,7 @@ class _Known(NamedTuple):
     mask: TokenMask | None = None
 
 
-class GrammarDrafter(Drafter):
+class GrammarDrafter(WrappingDrafter):
     """Wraps the drafter of one generation. `reset` compiles the grammar, unless it is compiled.
 
     What a hostile grammar forces may take a second, so that only `extend` is for the event loop.
@@ -44,39 +48,16 @@ class GrammarDrafter(Drafter):
 
     def __init__(self, inner: Drafter, compile_grammar: Callable[[], GrammarState]) -> None:
         """`compile_grammar`: raises InvalidRequest."""
-        super().__init__(f"{inner.name} + grammar")
-        self._inner = inner
+        super().__init__(f"{inner.name} + grammar", inner)
         self._compile_grammar = compile_grammar
         self._state: GrammarState | None = None
         self._answer: list[int] = []
         self._canonical = DecayedRatio(_PRIOR * _PRIOR_CANONICAL, _PRIOR)
         self._claims: dict[TokenPath, int] = {}  # forced tokens with several spellings
-        self.extend_is_synchronous = inner.extend_is_synchronous
 
     @property
     def model_hit_rate(self) -> float:
         return self._inner.model_hit_rate
-
-    @property
-    def failures(self) -> tuple[str, ...]:
-        return self._inner.failures
-
-    def set_medusa_candidates(self, candidates: MedusaCandidates) -> None:
-        self._inner.set_medusa_candidates(candidates)
-
-    def set_tail_draft(self, children: DraftedChildren) -> None:
-        self._inner.set_tail_draft(children)
-
-    @property
-    def taps(self) -> Taps | None:
-        return self._inner.taps
-
-    def set_taps(self, rows: TappedRows) -> None:
-        self._inner.set_taps(rows)
-
-    def close(self) -> None:
-        super().close()
-        self._inner.close()
 
     def _begin(self, prompt_ids: Sequence[int]) -> None:
         self._inner.reset(prompt_ids)

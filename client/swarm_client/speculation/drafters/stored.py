@@ -11,8 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from swarm.types import TappedRows, Taps
-from swarm_client.speculation.drafters.base import CachedProposal, Candidate, Drafter, TokenPath
+from swarm_client.speculation.drafters.base import CachedProposal, Candidate, Drafter, TokenPath, WrappingDrafter
 from swarm_kernels.draft.continuation_store import LONGEST, Continuations, ContinuationStore
 
 
@@ -24,27 +23,15 @@ class StoreTrustPolicy:
     width: int = 8  # candidates of either that are averaged
 
 
-class StoredDrafter(Drafter):
+class StoredDrafter(WrappingDrafter):
     """`inner`'s drafts and the store's. What the store says takes microseconds, so it is there before `inner` is
     called."""
 
     def __init__(self, inner: Drafter, store: ContinuationStore, policy: StoreTrustPolicy = StoreTrustPolicy()) -> None:
-        super().__init__(inner.name)
-        self._inner, self._store, self._policy = inner, store, policy
+        super().__init__(inner.name, inner)
+        self._store, self._policy = store, policy
         self._end: list[int] = []  # of the text
-        self.extend_is_synchronous = inner.extend_is_synchronous
         self.cached_is_synchronous = inner.cached_is_synchronous
-
-    @property
-    def taps(self) -> Taps | None:
-        return self._inner.taps
-
-    def set_taps(self, rows: TappedRows) -> None:
-        self._inner.set_taps(rows)
-
-    def close(self) -> None:
-        super().close()
-        self._inner.close()
 
     def _begin(self, prompt_ids: Sequence[int]) -> None:
         self._end = list(prompt_ids[-LONGEST:])
